@@ -1,11 +1,11 @@
 """Everything this package raises, in one tree.
 
-    RolloutError
-    ├── InvalidRequestError (also ValueError)   a request or setting that cannot work; names the value and the remedy
-    ├── EngineStateError                        the engine is not in a state in which the call makes sense
-    │   ├── EngineDeadError                     its generation loop died; `__cause__` is what killed it
-    │   └── EngineFencedError                   it holds weights that nothing vouches for, until an update succeeds
-    └── PauseTimeoutError (also TimeoutError)   a phase of a live update took longer than its limit
+RolloutError
+├── InvalidRequestError (also ValueError)   a request or setting that cannot work; names the value and the remedy
+├── EngineStateError                        the engine is not in a state in which the call makes sense
+│   ├── EngineDeadError                     its generation loop died; `__cause__` is what killed it
+│   └── EngineFencedError                   it holds weights that nothing vouches for, until an update succeeds
+└── PauseTimeoutError (also TimeoutError)   a phase of a live update took longer than its limit
 """
 
 

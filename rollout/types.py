@@ -1,6 +1,7 @@
 """What goes in and what comes out: sampling parameters, version spans and rollouts."""
 
 import enum
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -169,7 +170,7 @@ def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:
         raise ValueError(f"{num_tokens} tokens without a version span")
     if spans and spans[0].start != 0:
         raise ValueError(f"the first version span must start at 0, got {spans[0]}")
-    for left, right in zip(spans, spans[1:], strict=False):
+    for left, right in itertools.pairwise(spans):
         if right.start <= left.start or right.version <= left.version:
             raise ValueError(f"version spans must increase in start and version, got {left} then {right}")
     if spans and spans[-1].start >= num_tokens:

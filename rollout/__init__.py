@@ -1,0 +1,33 @@
+"""Rollouts from a model whose weights change while it generates. See `GenerationEngine`."""
+
+from rollout.config import EngineConfig
+from rollout.engine import GenerationEngine
+from rollout.errors import (
+    EngineDeadError,
+    EngineFencedError,
+    EngineStateError,
+    InvalidRequestError,
+    PauseTimeoutError,
+    RolloutError,
+)
+from rollout.status import EngineState, EngineStats, UpdateRecord
+from rollout.types import FinishReason, Rollout, SamplingParams, Timings, VersionSpan
+
+__all__ = [
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineFencedError",
+    "EngineState",
+    "EngineStateError",
+    "EngineStats",
+    "FinishReason",
+    "GenerationEngine",
+    "InvalidRequestError",
+    "PauseTimeoutError",
+    "Rollout",
+    "RolloutError",
+    "SamplingParams",
+    "Timings",
+    "UpdateRecord",
+    "VersionSpan",
+]

@@ -1,0 +1,488 @@
+"""`GenerationEngine`: one model that keeps generating while its weights change."""
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import psutil
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
+
+from rollout import attention, requests
+from rollout.config import EngineConfig
+from rollout.control import ControlThread
+from rollout.delivery import RolloutFuture
+from rollout.errors import EngineDeadError, EngineFencedError, EngineStateError, InvalidRequestError
+from rollout.inflight import InFlight
+from rollout.manager import RolloutManager
+from rollout.sampling import SamplingRow
+from rollout.shell import WeightWatch, build_shell
+from rollout.sizing import cpu_sizes
+from rollout.status import EngineState, EngineStats, UpdateRecord
+from rollout.tracker import RequestTracker
+from rollout.types import FinishReason, Rollout, SamplingParams
+from rollout.update import Updater
+
+log = logging.getLogger("rollsync")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+STOP_TIMEOUT_S = 30.0
+SNAPSHOT_TIMEOUT_S = 30.0
+UPSTREAM_MAX_REQUESTS = 1024
+
+
+class GenerationEngine:
+    """Generates with a transformers model, and takes new weights without stopping.
+
+        with GenerationEngine(model) as engine:
+            future = engine.submit(prompt_ids, SamplingParams(max_new_tokens=64))
+            with engine.update():
+                optimizer.step()
+            rollout = future.result()
+
+    The model is never altered: the engine runs a module of its own over the model's Parameters, so trainer and engine may
+    run forward and backward at once. With `copy_weights=True` it has Parameters of its own (see `sync.WeightSync`).
+    Sizes that cannot work and models that cannot be hosted raise InvalidRequestError here, not later.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig | None = None,
+        *,
+        copy_weights: bool = False,
+        tokenizer: Any = None,
+    ) -> None:
+        self.config = config if config is not None else EngineConfig()
+        self.tokenizer = tokenizer
+        self._state = EngineState.CREATED
+        self._reason: str | None = None  # of FENCED
+        self._error: BaseException | None = None  # of DEAD
+        self._num_updates = 0
+        self._last_update: UpdateRecord | None = None
+        self._model = build_shell(model, copy_weights=copy_weights)
+        self._watch = WeightWatch(self._model)
+        upstream_config, paged = self._upstream_config()
+        # The listener exists before the manager that it listens to, which exists before the sizes are known.
+        self._tracker = RequestTracker(
+            max_running=upstream_config.max_requests_per_batch or UPSTREAM_MAX_REQUESTS,
+            max_waiting=self.config.max_waiting,
+            weights_changed=self._watch.changed,
+            on_loss=lambda name: self._lose(_changed_outside(name)),
+            on_exit=self._on_exit,
+        )
+        self._control = ControlThread()
+        try:
+            self._manager = RolloutManager(
+                self._model,
+                upstream_config,
+                self._tracker,
+                paged_attention=paged,
+                autocast_dtype=self.config.autocast_dtype,
+            )
+        except (MemoryError, ValueError, RuntimeError) as error:
+            self._close_threads()
+            raise InvalidRequestError(
+                f"an engine of these sizes cannot be made ({error}): num_blocks={upstream_config.num_blocks}, "
+                f"page_size={upstream_config.page_size}, max_batch_tokens={upstream_config.max_batch_tokens}, "
+                f"max_requests={upstream_config.max_requests_per_batch}, with "
+                f"{psutil.virtual_memory().available / 2**30:.1f} GiB of memory available; lower num_blocks or "
+                "max_batch_tokens"
+            ) from error
+        self._tracker.runner = _Runner(self._manager)
+        self._limits = requests.Limits(
+            vocab_size=self._model.get_input_embeddings().num_embeddings,
+            max_request_tokens=self._manager.max_request_tokens,
+            max_positions=getattr(self._model.config.get_text_config(), "max_position_embeddings", None),
+            eos_ids=_eos_ids(self._model),
+        )
+        self._updater = Updater(
+            model=self._model,
+            manager=self._manager,
+            tracker=self._tracker,
+            watch=self._watch,
+            control=self._control,
+            check=lambda: self._check(EngineState.RUNNING, EngineState.FENCED),
+            fence=self._fence,
+            lose=self._lose,
+            unfence=self._unfence,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        config: EngineConfig | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        tokenizer: Any = None,
+    ) -> Self:
+        """An engine over a model loaded from a hub name or a folder, in its own dtype unless one is given, on the GPU if
+        there is one unless a device is given. The tokenizer is loaded too, unless one is given. Remote code is never
+        executed."""
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype if dtype is not None else "auto")
+        model.to(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        # A loader's parameters may be a private mapping of the file, in which the first write is 20 times slower.
+        return cls(model, config, copy_weights=True, tokenizer=tokenizer)
+
+    # -------------------------------------------------------------------------------------------------- life cycle
+
+    def start(self) -> None:
+        """Starts generating. `with engine:` does this and the stop."""
+        with self._tracker.lock:
+            self._check(EngineState.CREATED)
+            self._state = EngineState.RUNNING
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        self._watch.record()
+        self._manager.start()
+        _running.add(self)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Ends generation after the step in progress. What is in flight resolves with its partial rollout (ABORT). Safe
+        to call twice, after a death, and from any thread but one inside `update()`."""
+        self._updater.refuse_inside("stop()")
+        with self._tracker.lock:
+            if self._state == EngineState.STOPPED:
+                return
+            started = self._state != EngineState.CREATED
+            self._state = EngineState.STOPPED
+            self._tracker.stopping = True
+        _running.discard(self)
+        self._tracker.wake_waiting()
+        # nothing more is run, so that an update that is still in progress cannot let mixed weights loose
+        self._manager.hold()
+        if not self._control.stop(timeout_s):
+            log.warning("an update or call was still running %.3g s after stop(); its thread is left behind", timeout_s)
+        if started and not self._manager.shutdown(timeout_s):
+            log.warning("the generation loop did not end within %.3g s of stop(); its thread is left behind", timeout_s)
+        self._tracker.end_all(FinishReason.ABORT, "the engine was stopped", {})
+        self._tracker.close(timeout_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # ---------------------------------------------------------------------------------------------------- requests
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int] | torch.Tensor,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        group_id: str | None = None,
+        prompt_id: str | None = None,
+        sample_index: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> RolloutFuture:
+        """Queues one request; its future always resolves with a Rollout, whatever happens.
+
+        `timeout_s` counts from now, waiting included; the rollout then ends with what it has (TIMEOUT). `request_id` must
+        not be in flight already; None makes one up. Raises InvalidRequestError for what cannot work, EngineStateError
+        when the engine is not running.
+        """
+        if params is None:
+            params = SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        ids = requests.check_prompt(prompt_ids, params, self._limits)
+        stop_ids = requests.check_stop_ids(params, self._limits)
+        request_id = requests.check_label("request_id", request_id)
+        group_id = requests.check_label("group_id", group_id)
+        prompt_id = requests.check_label("prompt_id", prompt_id)
+        sample_index = requests.check_sample_index(sample_index)
+        metadata = requests.check_metadata(metadata)
+        timeout_s = requests.check_timeout(timeout_s)
+        key = self._tracker.next_key()
+        request_id = request_id if request_id is not None else key
+
+        def make(version: int) -> InFlight:
+            return InFlight(
+                key=key,
+                request_id=request_id,
+                prompt_ids=ids,
+                max_new_tokens=params.max_new_tokens,
+                stop_ids=stop_ids,
+                row=SamplingRow(
+                    temperature=params.temperature,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                    seed=params.seed,
+                    sample_index=sample_index,
+                ),
+                group_id=group_id,
+                prompt_id=prompt_id,
+                sample_index=sample_index,
+                metadata=metadata,
+                timeout_s=timeout_s,
+                future=RolloutFuture(request_id, self._tracker.cancel),
+                version=version,
+            )
+
+        return self._tracker.add(make, lambda: self._check(EngineState.RUNNING)).future
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request: its future resolves with its partial rollout (ABORT). Raises InvalidRequestError if no request
+        of that id is in flight, because it has ended or never was."""
+        if not self._tracker.cancel(request_id):
+            raise InvalidRequestError(f"no request {request_id!r} is in flight: it has ended, or was never submitted")
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | torch.Tensor],
+        params: SamplingParams | None = None,
+        *,
+        progress_bar: bool = False,
+        timeout_s: float | None = None,
+    ) -> list[Rollout]:
+        """One rollout for each prompt, in their order. If one prompt cannot work, none is submitted."""
+        self._updater.refuse_inside("generate()")
+        params = params if params is not None else SamplingParams()
+        for number, prompt in enumerate(prompts):
+            try:
+                requests.check_prompt(prompt, params, self._limits)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {number}: {error}") from None
+        futures: list[RolloutFuture] = []
+        try:
+            for number, prompt in enumerate(prompts):
+                futures.append(self.submit(prompt, params, sample_index=number, timeout_s=timeout_s))
+            shown = tqdm(futures, desc="rollouts", unit="rollout", disable=not progress_bar)
+            return [future.result() for future in shown]
+        except BaseException:
+            # an interrupted caller gets no results: what it asked for must not go on in its name
+            for future in futures:
+                future.cancel()
+            raise
+
+    # -------------------------------------------------------------------------------------------- weights and state
+
+    def update(self, version: int | None = None, timeout_s: float = 30.0) -> AbstractContextManager[nn.Module]:
+        """The live update. Inside `with engine.update() as model:` generation stands still between two steps; change
+        `model`'s parameters in place. On leaving, `version` (None: the next one) is the engine's, and requests in flight
+        go on with their KV cache.
+
+        One writer at a time; others wait. `timeout_s` limits the wait for the pause (PauseTimeoutError) and, separately,
+        the body: one that overruns it fences the engine and ends the requests in flight (ERROR, with what they had).
+        After an exception in the body the engine is FENCED: it runs nothing until an update succeeds, then what was in
+        flight goes on. Parameters must stay where they are: a replaced or re-pointed one fences the engine too.
+        """
+        self._check(EngineState.RUNNING, EngineState.FENCED)
+        return self._updater.update(version, timeout_s)
+
+    def call(
+        self, fn: Callable[Concatenate["GenerationEngine", P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> "Future[R]":
+        """Runs `fn(engine, *args)` on the engine's control thread, after what is queued there; the future has its
+        result. `fn` may use `update()`."""
+        return self._control.submit(lambda: fn(self, *args, **kwargs))
+
+    def snapshot(self) -> list[Rollout]:
+        """The partial rollouts in flight at one consistent point, oldest first; their finish_reason is None. Pauses for
+        the moment it takes."""
+        self._updater.refuse_inside("snapshot()")
+        self._check(EngineState.RUNNING, EngineState.FENCED)
+
+        def take() -> list[Rollout]:
+            with self._manager.pause_within(SNAPSHOT_TIMEOUT_S):
+                return self._tracker.snapshot(self._manager.outputs())
+
+        return take() if self._control.is_current() else self._control.submit(take).result(2 * SNAPSHOT_TIMEOUT_S)
+
+    @property
+    def version(self) -> int:
+        """The policy version that tokens are sampled under now; 0 before the first update."""
+        return self._tracker.version
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life."""
+        return self._state
+
+    @property
+    def last_update(self) -> UpdateRecord | None:
+        """How the last successful update went."""
+        return self._last_update
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The engine's own module over the weights. Change them only inside `update()`."""
+        return self._model
+
+    @property
+    def manager(self) -> RolloutManager:
+        """The ContinuousBatchingManager, for what upstream documents."""
+        return self._manager
+
+    def stats(self) -> EngineStats:
+        """Numbers of this moment; cheap enough to read each second."""
+        handed, backlog = self._tracker.counts()
+        active, _ = self._manager.counts()
+        return EngineStats(
+            state=self._state,
+            version=self.version,
+            active=active,
+            waiting=backlog + max(handed - active, 0),
+            finished=self._tracker.finished,
+            generated_tokens=self._tracker.generated_tokens,
+            tokens_per_s=self._tracker.tokens_per_s(),
+            kv_used=self._manager.kv_used(),
+            preemptions=self._tracker.preemptions,
+            updates=self._num_updates,
+            last_update=self._last_update,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _upstream_config(self) -> tuple[ContinuousBatchingConfig, bool]:
+        """Upstream's config for ours, and whether our attention is used."""
+        config = self.config
+        upstream = (
+            deepcopy(config.continuous_batching)
+            if config.continuous_batching is not None
+            else ContinuousBatchingConfig()
+        )
+        given = config.continuous_batching is not None
+        sizes: Mapping[str, int | None] = {
+            "num_blocks": config.num_blocks or upstream.num_blocks,
+            "page_size": config.page_size or (upstream.page_size if given else None),
+            "max_batch_tokens": config.max_batch_tokens or upstream.max_batch_tokens,
+            "max_requests": config.max_requests or upstream.max_requests_per_batch,
+        }
+        on_cpu = self._model.device.type == "cpu"
+        if on_cpu:
+            text_config = self._model.config.get_text_config()
+            available = psutil.virtual_memory().available
+            sizes = vars(cpu_sizes(text_config, self._model.dtype, available, **sizes))
+        upstream.num_blocks = sizes["num_blocks"]
+        upstream.page_size = sizes["page_size"] or upstream.page_size
+        upstream.max_batch_tokens = sizes["max_batch_tokens"]
+        upstream.max_requests_per_batch = sizes["max_requests"]
+        upstream.allow_block_sharing = upstream.allow_block_sharing and config.prefix_sharing
+        upstream.return_logprobs = True
+        # The trainer may have asked for any attention; the shell takes the best that runs here.
+        paged = on_cpu and attention.supports(self._model)
+        if paged or self._model.config._attn_implementation not in _UPSTREAM_ATTENTION:
+            self._model.set_attn_implementation("sdpa" if self._model._supports_sdpa else "eager")
+        return upstream, paged
+
+    def _check(self, *allowed: EngineState) -> None:
+        """Raises what fits the state, unless it is one of `allowed`."""
+        if self._state in allowed:
+            return
+        match self._state:
+            case EngineState.CREATED:
+                raise EngineStateError("the engine is not started; use `with engine:` or engine.start()")
+            case EngineState.RUNNING:
+                raise EngineStateError("the engine is running already")
+            case EngineState.FENCED:
+                raise EngineFencedError(f"the engine is fenced: {self._reason}")
+            case EngineState.DEAD:
+                raise EngineDeadError(f"the generation loop died: {self._error!r}; make a new engine") from self._error
+            case EngineState.STOPPED:
+                raise EngineStateError("the engine is stopped; make a new one")
+
+    def _fence(self, reason: str) -> None:
+        with self._tracker.lock:
+            if self._state == EngineState.RUNNING:
+                self._state = EngineState.FENCED
+            self._reason = f"{reason}. It serves nothing until an update succeeds: with engine.update(): ..."
+            self._manager.hold()
+        log.error("the engine is fenced: %s", reason)
+        self._tracker.wake_waiting()
+
+    def _lose(self, reason: str) -> None:
+        # on the loop's own thread, or while it is parked: the outputs hold still
+        self._fence(reason)
+        self._tracker.end_all(FinishReason.ERROR, f"the engine was fenced: {reason}", self._manager.outputs())
+
+    def _unfence(self, record: UpdateRecord) -> None:
+        with self._tracker.lock:
+            self._last_update = record
+            self._num_updates += 1
+            if self._state in (EngineState.RUNNING, EngineState.FENCED):
+                self._state, self._reason = EngineState.RUNNING, None
+                self._manager.release()
+
+    def _on_exit(self, error: BaseException | None) -> None:
+        # the loop's thread, its last act
+        with self._tracker.lock:
+            if self._state not in (EngineState.STOPPED,):
+                self._state, self._error = EngineState.DEAD, error
+            reason = FinishReason.ABORT if self._tracker.stopping else FinishReason.ERROR
+        why = "the engine was stopped" if self._tracker.stopping else f"the generation loop died: {error!r}"
+        self._tracker.end_all(reason, why, self._manager.outputs())
+        self._tracker.wake_waiting()
+
+    def _close_threads(self) -> None:
+        self._control.stop(STOP_TIMEOUT_S)
+        self._tracker.close(STOP_TIMEOUT_S)
+
+
+class _Runner:
+    """The manager, as the tracker sees it."""
+
+    def __init__(self, manager: RolloutManager) -> None:
+        self._manager = manager
+
+    def start_request(self, request: InFlight) -> None:
+        self._manager.add(
+            request.key,
+            request.prompt_ids,
+            max_new_tokens=request.max_new_tokens,
+            stop_ids=request.stop_ids,
+            row=request.row,
+        )
+
+    def cancel_request(self, key: str) -> None:
+        self._manager.cancel_request(key)
+
+
+_UPSTREAM_ATTENTION = ("sdpa", "eager", "paged|eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """What the model itself stops at: its generation config's EOS ids, else its config's; () if it has none."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    ids = [eos] if isinstance(eos, int) else list(eos or ())
+    return tuple(int(token) for token in ids if token >= 0)
+
+
+def _changed_outside(name: str) -> str:
+    return (
+        f"{name} was changed outside update() while requests were running on it. Change shared weights only inside "
+        "`with engine.update(): optimizer.step()`, or give the engine weights of its own (copy_weights=True) and publish "
+        "to it with sync.WeightSync"
+    )
+
+
+_running: "weakref.WeakSet[GenerationEngine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_running() -> None:
+    # A script that forgets to stop: its daemon threads would otherwise be cut off inside native code.
+    for engine in list(_running):
+        engine.stop()

@@ -1,0 +1,88 @@
+"""A request between submit and its one result: which version sampled which token, and the rollout that comes of it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.delivery import RolloutFuture
+from rollout.sampling import SamplingRow
+from rollout.types import FinishReason, Rollout, Timings, VersionSpan
+
+
+def stamp(spans: list[VersionSpan], num_sampled: int, version: int) -> list[VersionSpan]:
+    """The spans after a version change with `num_sampled` tokens sampled before it."""
+    kept = [span for span in spans if span.start < num_sampled]
+    return [*kept, VersionSpan(num_sampled, version)]
+
+
+def trim(spans: Sequence[VersionSpan], num_tokens: int) -> list[VersionSpan]:
+    """The spans of the first `num_tokens` tokens."""
+    return [span for span in spans if span.start < num_tokens]
+
+
+@dataclass(kw_only=True)
+class InFlight:
+    """One request, as the engine knows it. Guarded by the engine's lock."""
+
+    key: str  # its id in the manager, never used twice: upstream confuses a reused id with its predecessor
+    request_id: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    stop_ids: Sequence[int]
+    row: SamplingRow
+    group_id: str | None
+    prompt_id: str | None
+    sample_index: int
+    metadata: Mapping[str, Any]
+    timeout_s: float | None
+    future: RolloutFuture
+    version: int  # the version that its next token will be sampled under
+    spans: list[VersionSpan] = field(default_factory=list)
+    handed_over: bool = False  # the manager has it
+    started_at: float | None = None
+    prefill_version: int = 0
+    num_reprefills: int = 0
+    ending: FinishReason | None = None  # ABORT or TIMEOUT, once somebody has asked for its end
+    submitted_at: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self.spans = [VersionSpan(0, self.version)]
+        self.prefill_version = self.version
+
+    def at_update(self, version: int, *, started: bool, num_sampled: int) -> None:
+        """A new version takes over; `started` and `num_sampled` are how far the request is at that moment."""
+        if not started:
+            self.prefill_version = version
+        self.spans = stamp(self.spans, num_sampled, version)
+
+    def rollout(
+        self,
+        *,
+        token_ids: list[int],
+        logprobs: list[float],
+        finish_reason: FinishReason | None,
+        error: str | None = None,
+    ) -> Rollout:
+        """Its rollout as of now; without a finish reason it is still in flight."""
+        return Rollout(
+            rollout_id=self.request_id,
+            group_id=self.group_id,
+            prompt_id=self.prompt_id,
+            sample_index=self.sample_index,
+            prompt_ids=self.prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            loss_mask=[1] * len(token_ids),
+            version_spans=trim(self.spans, len(token_ids)),
+            prefill_version=self.prefill_version if self.started_at is not None else None,
+            finish_reason=finish_reason,
+            error=error,
+            metadata=self.metadata,
+            num_reprefills=self.num_reprefills,
+            timings=Timings(
+                submitted_at=self.submitted_at,
+                started_at=self.started_at,
+                finished_at=None if finish_reason is None else time.time(),
+            ),
+        )

@@ -1,0 +1,540 @@
+"""The continuous-batching manager of transformers, hardened: the only file that touches its private attributes.
+
+`RolloutManager` is a `ContinuousBatchingManager` (all that upstream documents works on it) that in addition
+- delivers finished, failed and cancelled requests to a listener, on the loop's thread;
+- samples each request by its own parameters, without touching the process's random state;
+- can be held: the loop idles, answering pauses and stops, and runs no forward;
+- tells at a pause how many tokens of each request have been sampled, and forgets KV of older weights for new requests.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import transformers
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers.generation.continuous_batching import cache as upstream_cache
+from transformers.generation.continuous_batching import continuous_api as upstream
+from transformers.generation.continuous_batching import scheduler as upstream_scheduler
+from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.model_runner import ModelRunner, infer_max_single_request_tokens
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    GenerationOutput,
+    RequestState,
+    RequestStatus,
+)
+
+from rollout import attention
+from rollout.errors import EngineDeadError, PauseTimeoutError, RolloutError
+from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
+
+TESTED_TRANSFORMERS = "5.24"
+
+
+class LoopListener(Protocol):
+    """Who hears from the generation loop. All calls come on the loop's thread and must not block."""
+
+    def on_output(self, output: GenerationOutput) -> bool:
+        """A request finished, failed or was cancelled, with what it had. False: it is not one of ours."""
+
+    def on_preempted(self, request_id: str, started_at: float) -> None:
+        """A request lost its KV cache for want of room and waits to be prefilled again, tokens included. Its prefill
+        first began at `started_at` (perf_counter), which upstream forgets."""
+
+    def on_step(self, num_tokens: int) -> str | None:
+        """A forward has run, its tokens are not yet booked. A reason not to book them, or None."""
+
+    def on_exit(self, error: BaseException | None) -> None:
+        """The loop has ended; `error` is what killed it, None after a stop. Nothing is delivered after this."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one request is, at a pause."""
+
+    started: bool
+    """Its prefill has begun, so KV of the present weights may stand behind it."""
+    num_sampled: int
+    """Tokens sampled so far, booked or not."""
+
+
+class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
+    """See the module's docstring. One per engine; started and stopped once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ContinuousBatchingConfig,
+        listener: LoopListener,
+        *,
+        paged_attention: bool,
+        autocast_dtype: torch.dtype | None,
+    ) -> None:
+        check_upstream()
+        generation_config = deepcopy(model.generation_config)
+        if generation_config.eos_token_id is None:
+            generation_config.eos_token_id = -1
+        if generation_config.max_new_tokens is None:
+            # upstream's None is unbounded and ends in a dead loop when the cache is full
+            generation_config.max_new_tokens = 256
+        super().__init__(model, generation_config, config)
+        self.listener = listener
+        self.autocast_dtype = autocast_dtype
+        self.logit_processor = SamplingRows(config.seed)
+        self.output_router = _ListenerRouter(listener)
+        self.continuous_batching_config.scheduler_type = _OUR_SCHEDULERS[config.scheduler_type]
+        if paged_attention:
+            # after __init__, which refuses names it does not know, and before the cache plans its mask
+            model.set_attn_implementation(attention.NAME)
+        self.paged_attention = paged_attention
+        self._held = threading.Event()
+        # here rather than in the loop, so that sizes that cannot work fail in the caller's face
+        self.batch_processor = self._create_batch_processor()
+
+    # ------------------------------------------------------------------------------------------------- life cycle
+
+    def start(self) -> None:
+        """Starts the loop on a daemon thread (upstream's would keep a script that forgets to stop from exiting), never
+        in inference mode (upstream copies the caller's, and a manager moved between modes dies)."""
+        if self.is_running():
+            return
+        self.background_thread_status.clear()
+        self._generation_thread = threading.Thread(
+            target=self._run_generation_loop, kwargs={"use_inference_mode": False}, name="rollsync-loop", daemon=True
+        )
+        self._generation_thread.start()
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """Stops the loop after the step it is in; what is in flight is delivered as failed. True if it has ended."""
+        thread = self._generation_thread
+        if thread is None:
+            return True
+        status = upstream.BackgroundThreadStatus
+        self.background_thread_status.request_stop(status.HARD_STOP, self.distributed_helper.global_rank)
+        self._wake_up_loop.set()
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    @contextmanager
+    def pause_within(self, timeout_s: float) -> Iterator[None]:
+        """Upstream's `pause()` with a limit on the wait for it. PauseTimeoutError if the step in progress does not end
+        in time, EngineDeadError if the loop is gone. Must be entered and left on one thread."""
+        status = self.background_thread_status
+        with status._condition:
+            status._pauses_requested += 1
+            status._local_pauses_requested.value += 1
+            self._wake_up_loop.set()
+            if not status._condition.wait_for(status._pause_predicate, timeout_s):
+                status._drop_pause_request()
+                raise PauseTimeoutError(
+                    f"the step in progress did not end within {timeout_s:.3g} s, so the pause was not entered; allow "
+                    "more time, or lower max_batch_tokens so that steps are shorter"
+                )
+            if not status._paused:
+                status._drop_pause_request()
+                raise EngineDeadError("the generation loop is not running") from status.fatal_error
+        try:
+            yield
+        finally:
+            status.release_pause()
+
+    def hold(self) -> None:
+        """From the next step on, run nothing: pauses, cancels and stops are still answered. May be called anywhere."""
+        self._held.set()
+
+    def release(self) -> None:
+        """Ends a hold."""
+        self._held.clear()
+        self._wake_up_loop.set()
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    def add(
+        self, request_id: str, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: Sequence[int], row: SamplingRow
+    ) -> None:
+        """Queues a request that the caller has checked. Never blocks."""
+        state = RequestState(
+            request_id=request_id,
+            initial_tokens=prompt_ids,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(stop_ids),
+            logit_processor_kwargs=dict(vars(row)),
+        )
+        self.input_queue.put_nowait(state)
+        self._wake_up_loop.set()
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens that one request alone can hold in the cache; its last sampled token needs no place."""
+        tokens: int = self._max_request_tokens
+        return tokens
+
+    # --------------------------------------------------------------------------------- while paused, and only then
+
+    def progress(self) -> dict[str, Progress]:
+        """How far each request in the scheduler is. Those still in the input queue are not in it."""
+        return {state.request_id: _progress(state) for state in self._states()}
+
+    def outputs(self) -> dict[str, GenerationOutput]:
+        """What each request in the scheduler has so far."""
+        return {state.request_id: state.to_generation_output() for state in self._states()}
+
+    def isolate_prefixes(self) -> None:
+        """New requests share no KV written before this moment: cached blocks go, hashes go, and the blocks of requests
+        now in flight are never hashed again (upstream would register each as it walks their tables)."""
+        cache: RolloutCache = self.batch_processor.cache
+        cache.evict_cached_blocks()
+        for allocator in cache.cache_allocators.values():
+            allocator.ledger.hash_to_block.clear()
+            allocator.ledger.block_to_hash.clear()
+        cache.unshareable.update(state.request_id for state in self._states() if _progress(state).started)
+
+    # ---------------------------------------------------------------------------------------------------- numbers
+
+    def counts(self) -> tuple[int, int]:
+        """(active, waiting) requests in the scheduler and the input queue; approximate while the loop runs."""
+        scheduler = self.batch_processor.scheduler
+        return len(scheduler.active_requests), len(scheduler.waiting_requests) + self.input_queue.qsize()
+
+    def kv_used(self) -> float:
+        """Share of the KV cache that is not free, in [0, 1]; approximate while the loop runs."""
+        return float(1.0 - self.batch_processor.cache.compute_free_capacity())
+
+    def num_cache_tokens(self) -> int:
+        """Capacity of the KV cache in tokens."""
+        return int(self.batch_processor.cache.num_blocks * self.continuous_batching_config.page_size)
+
+    # --------------------------------------------------------------------------------------------- upstream's seams
+
+    def _states(self) -> list[RequestState]:
+        scheduler = self.batch_processor.scheduler
+        return [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]
+
+    def _create_batch_processor(self) -> "RolloutBatchProcessor":
+        first = self.batch_processor is None
+        # upstream seeds the process-wide generators here
+        with torch.random.fork_rng() if first else nullcontext():
+            processor: RolloutBatchProcessor = super()._create_batch_processor()
+        if first:
+            # upstream constructs these by name; each subclass only overrides methods and adds what is set here
+            _adopt(self.background_thread_status, RolloutThreadStatus)
+            _adopt(processor, RolloutBatchProcessor)
+            processor.held, processor.listener = self._held, self.listener
+            processor.autocast = (
+                torch.autocast(self.model.device.type, dtype=self.autocast_dtype)
+                if self.autocast_dtype is not None
+                else nullcontext()
+            )
+            _adopt(processor.cache, RolloutCache)
+            processor.cache.unshareable, processor.cache.plans = set(), {}
+            processor.cache.paged_attention = self.paged_attention
+            _adopt(processor.model_runner, RolloutModelRunner)
+            processor.scheduler.router, processor.scheduler.listener = self.output_router, self.listener
+            self.logit_processor.static = any(self.continuous_batching_config.cuda_graph_booleans)
+            self._max_request_tokens = infer_max_single_request_tokens(processor.cache)
+        return processor
+
+    def _run_generation_loop(self, use_inference_mode: bool) -> None:
+        error: BaseException | None = None
+        try:
+            super()._run_generation_loop(use_inference_mode)
+            error = self.background_thread_status.fatal_error
+        except BaseException as escaped:
+            error = escaped
+            raise
+        finally:
+            # also when upstream's own error handling raised: whoever waits must be told
+            self.listener.on_exit(error)
+
+
+class RolloutThreadStatus(upstream.BackgroundThreadStatus):  # type: ignore[misc]
+    """Never parks for nobody."""
+
+    def pause_and_wait(self) -> None:
+        with self._condition:
+            # Whoever asked may have given up between the loop's look and this moment: parked now, the loop would wait
+            # for ever.
+            if self._pauses_requested:
+                super().pause_and_wait()
+
+
+class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[misc]
+    """Adds the hold and the check after each forward."""
+
+    held: threading.Event
+    listener: LoopListener
+    autocast: Any
+
+    def _update_tp_group_state(self) -> bool:
+        # Called first in each iteration; a pause, if one is asked for, is spent in here. True: schedule nothing.
+        stopping = bool(super()._update_tp_group_state())
+        if self.held.is_set() and not stopping:
+            for state in self.scheduler.clear_cancelled_requests():
+                self.offloading_manager.free_request_cpu_cache(state)
+            return True
+        return stopping
+
+    @torch.no_grad()
+    def _generation_step(self, model: torch.nn.Module) -> None:
+        self.cache.plans.clear()
+        with self.autocast:
+            super()._generation_step(model)
+        num_tokens = sum(future.has_new_token for future in self.inputs_and_outputs.requests_in_batch)
+        if self.listener.on_step(num_tokens) is not None:
+            # The listener has ended every request; the tokens of this step were sampled under weights that nobody
+            # vouches for. Holding makes this the last step.
+            self.held.set()
+
+
+class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
+    """Keeps blocks of older weights from being shared, and hands the cache to our attention without a copy."""
+
+    unshareable: set[str]  # requests whose blocks must never be found by a prefix search
+    plans: dict[str, attention.Plan]  # by attention type, for the step that runs
+    paged_attention: bool
+
+    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
+        if state.request_id not in self.unshareable:
+            super().mark_complete_blocks(state, complete_blocks)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        super().free_blocks(request_id, no_cache)
+        # what comes back under this id is prefilled again, under the weights of that moment
+        self.unshareable.discard(request_id)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # under autocast some layers compute in another dtype than the cache's
+        key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
+        if not self.paged_attention:
+            return super().update(key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
+        allocator = self.layer_to_allocator[layer_idx]
+        read_index = kwargs["read_index"][allocator.index]
+        write_index = kwargs["write_index"][allocator.index]
+        plan = self.plans.get(allocator.layer_type)
+        sliding = allocator.layer_type == SLIDING_ATTENTION
+        if plan is None:
+            rows = None
+            if read_index.numel():
+                rows = torch.arange(read_index.numel()) if sliding else read_index
+            plan = self.plans[allocator.layer_type] = attention.plan_batch(
+                kwargs["cu_seq_lens_q"].tolist(),
+                kwargs["cu_seq_lens_k"][allocator.layer_type].tolist(),
+                rows,
+                window=allocator.sliding_window if sliding else None,
+                dtype=self.dtype,
+            )
+        new_keys, new_values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        if sliding:
+            # the window is a ring that new keys may overwrite: upstream reads it before it writes
+            keys, values = allocator.update(new_keys, new_values, layer_idx, read_index, write_index)
+        else:
+            keys, values = allocator._kv_token_views[layer_idx]
+            keys.index_copy_(0, write_index, new_keys)
+            values.index_copy_(0, write_index, new_values)
+        kwargs["paged"] = attention.PagedKeys(keys=keys, values=values, plan=plan)
+        return key_states, value_states
+
+
+class RolloutModelRunner(ModelRunner):  # type: ignore[misc]
+    """Samples each row by its own parameters."""
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        rows: SamplingRows = self.logit_processor
+        tokens, logprobs = sample(
+            scores[0], rows.packed, any_random=rows.any_random or rows.static, any_filter=rows.any_filter or rows.static
+        )
+        count = tokens.shape[0]
+        output_ids[0, :count].copy_(tokens)
+        output_ids[1, :count].copy_(logprobs.to(torch.float32).view(torch.int32))
+
+
+class SamplingRows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
+    """Carries each request's sampling parameters to the sampler, in upstream's static tensors."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__(transformers.LogitsProcessorList())
+        self.tensors_required = NUM_ARGUMENTS
+        self.do_processing = True
+        self.packed = torch.empty((NUM_ARGUMENTS, 0), dtype=torch.int32)
+        self.any_random = self.any_filter = True
+        self.static = False  # the sampler's shortcuts are off: a captured graph would freeze them
+        self._generator = np.random.default_rng(seed)
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        SamplingRow.from_kwargs(kwargs)
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.copy_(pack_rows([SamplingRow()], [0.0]))
+
+    def prepare_tensor_args(
+        self, requests_in_batch: list[FutureRequestState], arg_storage: torch.Tensor
+    ) -> torch.Tensor:
+        # position_offset already counts this step's queries: it is the position of the token to be sampled
+        rows = [
+            (SamplingRow.from_kwargs(future.state.logit_processor_kwargs), future.state.position_offset)
+            for future in requests_in_batch
+            if future.has_new_token
+        ]
+        self.any_random = any(row.temperature > 0 for row, _ in rows)
+        self.any_filter = any(row.top_k > 0 or row.top_p < 1 for row, _ in rows)
+        packed = pack_rows([row for row, _ in rows], draw_uniforms(rows, self._generator))
+        arg_storage[:, : len(rows)] = packed.to(arg_storage.device)
+        return arg_storage
+
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, logits_processor_args: torch.Tensor
+    ) -> torch.Tensor:
+        self.packed = logits_processor_args
+        return scores
+
+
+class _ListenerRouter(upstream.OutputRouter):  # type: ignore[misc]
+    """Gives the engine's outputs to the listener on the loop's thread; upstream's own requests go upstream's way."""
+
+    def __init__(self, listener: LoopListener) -> None:
+        super().__init__()
+        self._listener = listener
+
+    def deliver(self, output: GenerationOutput) -> None:
+        if not self._listener.on_output(output):
+            super().deliver(output)
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        for output in outputs:
+            self.deliver(output)
+
+
+class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
+    """Upstream forgets cancelled requests without a word, and stays closed to new ones if the last that ran was one."""
+
+    router: upstream.OutputRouter
+    listener: LoopListener
+    last_finished: tuple[str, float] = ("", 0.0)
+
+    def finish_request(self, request_id: str) -> None:
+        if request_id in self.active_requests:
+            self.last_finished = (request_id, self.active_requests[request_id].lifespan[0])
+        super().finish_request(request_id)
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        super().add_waiting_request(state)
+        if state._true_initial_tokens and self.last_finished[0] == state.request_id:
+            self.listener.on_preempted(*self.last_finished)
+
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        cancelled: list[RequestState] = super().clear_cancelled_requests()
+        if cancelled:
+            # only a finish reopens the queue after an eviction, and none may come any more
+            self.block_new_requests = False
+        for state in cancelled:
+            self.router.deliver(state.to_generation_output())
+        return cancelled
+
+
+class _Fifo(_TellsWhatHappens, upstream_scheduler.FIFOScheduler):  # type: ignore[misc]
+    pass
+
+
+class _PrefillFirst(_TellsWhatHappens, upstream_scheduler.PrefillFirstScheduler):  # type: ignore[misc]
+    pass
+
+
+_OUR_SCHEDULERS = {"fifo": "rollsync_fifo", "prefill_first": "rollsync_prefill_first"}
+upstream_scheduler.SCHEDULER_MAPPING.update(rollsync_fifo=_Fifo, rollsync_prefill_first=_PrefillFirst)
+
+
+def _progress(state: RequestState) -> Progress:
+    prompt = state._true_initial_tokens or len(state.initial_tokens)
+    # The token after the last processed position has been sampled; during the prefill that is still the prompt. Booked
+    # or not makes no difference, which keeps this right under asynchronous batching too.
+    reached = state.position_offset + 1 if state.position_offset else 0
+    sampled = max(reached, len(state.initial_tokens)) - prompt
+    started = state.position_offset > 0 or state.status != RequestStatus.PENDING or state._true_initial_tokens > 0
+    return Progress(started=started, num_sampled=sampled)
+
+
+def _adopt(instance: Any, subclass: type) -> None:
+    """Turns an object that upstream constructed by name into our subclass of its class."""
+    if type(instance) is not subclass.__base__:
+        raise RolloutError(_mismatch(f"expected a {subclass.__base__}, got a {type(instance)}"))
+    instance.__class__ = subclass
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError) as error:
+        raise RolloutError(_mismatch(f"{what}: {error}")) from None
+
+
+def _mismatch(detail: str) -> str:
+    return (
+        f"transformers {transformers.__version__} differs from the tested {TESTED_TRANSFORMERS}.x in what the engine "
+        f"relies on ({detail}); install transformers>={TESTED_TRANSFORMERS},<{_next_minor(TESTED_TRANSFORMERS)}"
+    )
+
+
+def _next_minor(version: str) -> str:
+    major, minor = version.split(".")
+    return f"{major}.{int(minor) + 1}"
+
+
+RELIED_ON: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (
+        upstream.ContinuousBatchingManager,
+        ("pause", "cancel_request", "is_running", "_create_batch_processor", "_run_generation_loop"),
+    ),
+    (upstream.ContinuousBatchProcessor, ("_update_tp_group_state", "_generation_step", "update_batch")),
+    (
+        upstream.BackgroundThreadStatus,
+        (
+            "clear",
+            "request_stop",
+            "HARD_STOP",
+            "pause_and_wait",
+            "release_pause",
+            "_pause_predicate",
+            "_drop_pause_request",
+        ),
+    ),
+    (upstream.OutputRouter, ("deliver", "deliver_batch")),
+    (
+        upstream_cache.PagedAttentionCache,
+        ("update", "mark_complete_blocks", "free_blocks", "evict_cached_blocks", "compute_free_capacity"),
+    ),
+    (upstream_scheduler.Scheduler, ("clear_cancelled_requests", "add_waiting_request", "schedule_batch")),
+    (ModelRunner, ("_sample",)),
+    (RequestState, ("to_generation_output", "status")),
+    (ContinuousBatchingLogitsProcessorList, ("check_kwargs", "fill_defaults", "prepare_tensor_args")),
+)
+
+
+def check_upstream() -> None:
+    """RolloutError, naming what is missing and the tested versions, where transformers lacks what this file uses."""
+    for owner, names in RELIED_ON:
+        with _named(owner.__name__):
+            for name in names:
+                getattr(owner, name)
+    with _named("RequestState"):
+        state = RequestState(request_id="", initial_tokens=[])
+        for name in ("position_offset", "_true_initial_tokens", "initial_tokens", "logit_processor_kwargs"):
+            getattr(state, name)
+    with _named("BlockLedger"):
+        ledger = BlockLedger()
+        for name in ("hash_to_block", "block_to_hash"):
+            getattr(ledger, name)
+    with _named("SCHEDULER_MAPPING"):
+        for name in _OUR_SCHEDULERS:
+            upstream_scheduler.SCHEDULER_MAPPING[name]

@@ -1,0 +1,123 @@
+"""Checks a request before anybody else sees it: upstream's loop dies of what it does not expect, and takes every other
+request with it."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.errors import InvalidRequestError
+from rollout.types import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one engine can take."""
+
+    vocab_size: int
+    max_request_tokens: int  # of one request in the KV cache
+    max_positions: int | None  # of the model; None: unlimited
+    eos_ids: tuple[int, ...]  # what stop_token_ids=None stands for
+
+
+def check_prompt(prompt_ids: Any, params: SamplingParams, limits: Limits) -> list[int]:
+    """The prompt as a list of ints, or InvalidRequestError. Takes a sequence of integers, a 1-D tensor or array."""
+    ids = _as_list(prompt_ids)
+    if not ids:
+        raise InvalidRequestError("the prompt is empty; it needs at least one token (the BOS id, say)")
+    for position, token in enumerate(ids):
+        if isinstance(token, bool):
+            raise InvalidRequestError(f"prompt_ids[{position}] is {token!r}, not a token id")
+        try:
+            number = operator.index(token)
+        except TypeError:
+            raise InvalidRequestError(
+                f"prompt_ids[{position}] is {token!r} ({type(token).__name__}), not a token id; pass one flat list of "
+                "ints, one prompt a call"
+            ) from None
+        if not 0 <= number < limits.vocab_size:
+            raise InvalidRequestError(
+                f"prompt_ids[{position}] is {number}, outside the model's vocabulary of {limits.vocab_size} ids; is "
+                "this the model's own tokenizer?"
+            )
+        ids[position] = number
+    _check_length(len(ids), params.max_new_tokens, limits)
+    return ids
+
+
+def check_stop_ids(params: SamplingParams, limits: Limits) -> tuple[int, ...]:
+    """The ids that end the request. InvalidRequestError for one that can never be sampled."""
+    if params.stop_token_ids is None:
+        return limits.eos_ids
+    for token in params.stop_token_ids:
+        if token >= limits.vocab_size:
+            raise InvalidRequestError(
+                f"stop token id {token} is outside the model's vocabulary of {limits.vocab_size} ids and would never stop"
+            )
+    return tuple(params.stop_token_ids)
+
+
+def check_label(name: str, value: Any) -> str | None:
+    """A request, group or prompt id: a non-empty string or None."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise InvalidRequestError(f"{name} must be a non-empty string or None, got {value!r}")
+
+
+def check_timeout(timeout_s: Any) -> float | None:
+    """A positive number of seconds or None."""
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise InvalidRequestError(f"timeout_s must be a positive number of seconds or None, got {timeout_s!r}")
+    return float(timeout_s)
+
+
+def check_sample_index(sample_index: Any) -> int:
+    """A non-negative integer."""
+    if isinstance(sample_index, bool) or not isinstance(sample_index, int) or not 0 <= sample_index < 2**63:
+        raise InvalidRequestError(f"sample_index must be a non-negative integer, got {sample_index!r}")
+    return sample_index
+
+
+def check_metadata(metadata: Any) -> Mapping[str, Any]:
+    """A mapping; None stands for an empty one."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise InvalidRequestError(f"metadata must be a dict or None, got {type(metadata).__name__}")
+    return metadata
+
+
+def _as_list(prompt_ids: Any) -> list[Any]:
+    if isinstance(prompt_ids, (str, bytes)):
+        raise InvalidRequestError(f"the prompt is text ({prompt_ids[:40]!r}); encode it with the tokenizer first")
+    if isinstance(prompt_ids, (torch.Tensor, np.ndarray)):
+        if prompt_ids.ndim != 1:
+            raise InvalidRequestError(
+                f"the prompt has shape {tuple(prompt_ids.shape)}; pass one prompt a call, as a 1-D tensor (drop the "
+                "batch dimension)"
+            )
+        values: list[Any] = prompt_ids.tolist()
+        return values
+    if isinstance(prompt_ids, Sequence):
+        return list(prompt_ids)
+    raise InvalidRequestError(f"prompt_ids must be a list of token ids, got {type(prompt_ids).__name__}")
+
+
+def _check_length(prompt_len: int, max_new_tokens: int, limits: Limits) -> None:
+    # the last token is sampled but never processed, so it needs neither a place in the cache nor a position
+    needed = prompt_len + max_new_tokens - 1
+    if needed > limits.max_request_tokens:
+        raise InvalidRequestError(
+            f"{prompt_len} prompt tokens + max_new_tokens={max_new_tokens} need {needed} places in the KV cache, which "
+            f"holds {limits.max_request_tokens} for one request; lower max_new_tokens or raise EngineConfig.num_blocks"
+        )
+    if limits.max_positions is not None and needed > limits.max_positions:
+        raise InvalidRequestError(
+            f"{prompt_len} prompt tokens + max_new_tokens={max_new_tokens} reach position {needed}, beyond the model's "
+            f"{limits.max_positions}; lower max_new_tokens or shorten the prompt"
+        )

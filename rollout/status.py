@@ -1,0 +1,54 @@
+"""What an engine says about itself."""
+
+import enum
+from dataclasses import dataclass
+
+
+class EngineState(enum.StrEnum):
+    """Where an engine is in its life."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    FENCED = "fenced"
+    """It holds weights that nothing vouches for, and serves nothing until an update succeeds."""
+    DEAD = "dead"
+    """Its generation loop died."""
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
+    """How one live update went."""
+
+    version: int
+    wait_s: float
+    """From asking for the pause to being in it: what was left of the step in progress, and other writers."""
+    held_s: float
+    """Inside the pause: how long generation stood still."""
+    straddlers: int
+    """Requests that had tokens of the old version and go on under the new one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A moment of one engine; cheap enough to read each second."""
+
+    state: EngineState
+    version: int
+    active: int
+    """Requests being prefilled or decoded."""
+    waiting: int
+    """Requests that wait for their turn."""
+    finished: int
+    """Requests that have ended, for whatever reason."""
+    generated_tokens: int
+    """Since the engine was made."""
+    tokens_per_s: float
+    """Over the last ten seconds."""
+    kv_used: float
+    """Share of the KV cache in use, shareable blocks of ended requests included; in [0, 1]."""
+    preemptions: int
+    """How often a request lost its KV cache for want of room."""
+    updates: int
+    """Live updates that succeeded."""
+    last_update: UpdateRecord | None

@@ -1,0 +1,262 @@
+"""Every request from submit to its one result.
+
+The tracker hands requests to the manager (oldest first, only as many as can run), hears of what becomes of them on the
+loop's thread, stamps versions at updates, and passes results to the delivery thread. Whatever ends a request, it ends
+here, once.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from rollout.delivery import Alarms, Delivery
+from rollout.errors import InvalidRequestError
+from rollout.inflight import InFlight
+from rollout.types import FinishReason, Rollout
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.requests import GenerationOutput
+
+    from rollout.manager import Progress
+
+log = logging.getLogger("rollsync")
+
+WINDOW_S = 10.0  # of the tokens-per-second figure
+
+
+class Runner(Protocol):
+    """What the tracker needs of the manager."""
+
+    def start_request(self, request: InFlight) -> None: ...
+
+    def cancel_request(self, key: str) -> None: ...
+
+
+class RequestTracker:
+    """Implements the manager's LoopListener."""
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_waiting: int | None,
+        weights_changed: Callable[[], str | None],
+        on_loss: Callable[[str], None],
+        on_exit: Callable[[BaseException | None], None],
+    ) -> None:
+        self.lock = threading.RLock()
+        self.version = 0
+        self.runner: Runner | None = None
+        self.stopping = False  # what fails from now on was aborted
+        self.finished = self.generated_tokens = self.preemptions = 0
+        self._room = threading.Condition(self.lock)
+        self._max_running, self._max_waiting = max_running, max_waiting
+        self._weights_changed, self._on_loss, self._on_exit = weights_changed, on_loss, on_exit
+        self._keys = itertools.count()
+        self._in_flight: dict[str, InFlight] = {}  # by key, oldest first
+        self._by_id: dict[str, InFlight] = {}
+        self._backlog: deque[InFlight] = deque()  # not yet with the manager
+        self._running = 0  # with the manager
+        self._steps: deque[tuple[float, int]] = deque()  # (monotonic time, tokens) of the last WINDOW_S
+        self._delivery = Delivery()
+        self.alarms = Alarms()
+
+    # ----------------------------------------------------------------------------------------- the engine's threads
+
+    def next_key(self) -> str:
+        """An id for the manager that was never used before."""
+        return f"rollsync-{next(self._keys)}"
+
+    def add(self, make: Callable[[int], InFlight], check: Callable[[], None]) -> InFlight:
+        """Takes in the request that `make(version)` builds, waiting for room under `max_waiting`.
+
+        `check` raises when the engine does not take requests; it is asked again after each wait.
+        """
+        with self._room:
+            check()
+            while self._max_waiting is not None and len(self._backlog) >= self._max_waiting:
+                # bounded by whatever makes room or ends the engine; the pulse only guards against a lost wake-up
+                self._room.wait(1.0)
+                check()
+            request = make(self.version)
+            if request.request_id in self._by_id:
+                raise InvalidRequestError(
+                    f"request_id {request.request_id!r} is already in flight; use another or wait for its result"
+                )
+            self._in_flight[request.key] = self._by_id[request.request_id] = request
+            self._backlog.append(request)
+            self._feed()
+        if request.timeout_s is not None:
+
+            def time_out() -> None:
+                self._end_early(request, FinishReason.TIMEOUT)
+
+            cancel = self.alarms.after(request.timeout_s, time_out)
+            request.future.add_done_callback(lambda _: cancel())
+        return request
+
+    def cancel(self, request_id: str) -> bool:
+        """Asks for the end of a request. False if none of that id is in flight."""
+        with self.lock:
+            request = self._by_id.get(request_id)
+            return request is not None and self._end_early(request, FinishReason.ABORT)
+
+    def flip(self, version: int, progress: "Mapping[str, Progress]") -> int:
+        """At a pause: `version` takes over. Returns how many requests have tokens of older versions and go on."""
+        straddlers = 0
+        with self.lock:
+            self.version = version
+            for request in self._in_flight.values():
+                at = progress.get(request.key)
+                num_sampled = at.num_sampled if at is not None else 0
+                request.at_update(version, started=at is not None and at.started, num_sampled=num_sampled)
+                straddlers += num_sampled > 0
+        return straddlers
+
+    def snapshot(self, outputs: "Mapping[str, GenerationOutput]") -> list[Rollout]:
+        """At a pause: the rollouts in flight so far, oldest first."""
+        with self.lock:
+            return [self._rollout(request, outputs.get(request.key), None) for request in self._in_flight.values()]
+
+    def end_all(self, reason: FinishReason, error: str | None, outputs: "Mapping[str, GenerationOutput]") -> None:
+        """Ends every request with what `outputs` says it had. What the loop still says of them is dropped."""
+        with self.lock:
+            assert self.runner is not None
+            for request in list(self._in_flight.values()):
+                if request.key in outputs:
+                    self.runner.cancel_request(request.key)
+                self._finish(request, self._rollout(request, outputs.get(request.key), reason, error))
+
+    def counts(self) -> tuple[int, int]:
+        """(with the manager, waiting here)."""
+        with self.lock:
+            return self._running, len(self._backlog)
+
+    def tokens_per_s(self) -> float:
+        """Over the last WINDOW_S seconds."""
+        with self.lock:
+            now = time.monotonic()
+            while self._steps and self._steps[0][0] < now - WINDOW_S:
+                self._steps.popleft()
+            if not self._steps:
+                return 0.0
+            return sum(tokens for _, tokens in self._steps) / max(now - self._steps[0][0], 1e-3)
+
+    def wake_waiting(self) -> None:
+        """Lets those who wait for room look at the engine's state again."""
+        with self._room:
+            self._room.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """After the loop has ended and `end_all`: delivers the rest and ends the threads."""
+        self.alarms.stop(timeout_s)
+        self._delivery.stop(timeout_s)
+
+    # ------------------------------------------------------------------------------------------- the loop's thread
+
+    def on_output(self, output: "GenerationOutput") -> bool:
+        if not output.request_id.startswith("rollsync-"):
+            return False
+        with self.lock:
+            request = self._in_flight.get(output.request_id)
+            if request is None:
+                return True  # it has ended already: a late word about it changes nothing
+            error: str | None = None
+            if output.status == output.status.FINISHED:
+                stopped = output.generated_tokens[-1:] and output.generated_tokens[-1] in request.stop_ids
+                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+            elif request.ending is not None:
+                reason = request.ending
+            elif self.stopping:
+                reason, error = FinishReason.ABORT, "the engine was stopped"
+            else:
+                reason, error = FinishReason.ERROR, output.error or "the engine gave no reason"
+            self._finish(request, self._rollout(request, output, reason, error))
+        return True
+
+    def on_preempted(self, request_id: str, started_at: float) -> None:
+        with self.lock:
+            self.preemptions += 1
+            request = self._in_flight.get(request_id)
+            if request is not None:
+                request.num_reprefills += 1
+                request.started_at = request.started_at or _wall_time(started_at)
+
+    def on_step(self, num_tokens: int) -> str | None:
+        changed = self._weights_changed()
+        if changed is not None:
+            self._on_loss(changed)
+            return changed
+        with self.lock:
+            self.generated_tokens += num_tokens
+            now = time.monotonic()
+            self._steps.append((now, num_tokens))
+            while self._steps[0][0] < now - WINDOW_S:
+                self._steps.popleft()
+        return None
+
+    def on_exit(self, error: BaseException | None) -> None:
+        self._on_exit(error)
+
+    # ------------------------------------------------------------------------------------------------ under the lock
+
+    def _feed(self) -> None:
+        assert self.runner is not None
+        while self._backlog and self._running < self._max_running:
+            request = self._backlog.popleft()
+            self._running += 1
+            request.handed_over = True
+            self.runner.start_request(request)
+        self._room.notify_all()
+
+    def _end_early(self, request: InFlight, reason: FinishReason) -> bool:
+        with self.lock:
+            if request.key not in self._in_flight:
+                return False
+            request.ending = request.ending or reason
+            if request.handed_over:
+                assert self.runner is not None
+                self.runner.cancel_request(request.key)
+            else:
+                self._finish(request, self._rollout(request, None, request.ending))
+            return True
+
+    def _finish(self, request: InFlight, rollout: Rollout) -> None:
+        del self._in_flight[request.key]
+        del self._by_id[request.request_id]
+        if request.handed_over:
+            self._running -= 1
+        else:
+            self._backlog.remove(request)
+        self.finished += 1
+        self._delivery.resolve(request.future, rollout)
+        if not self.stopping:
+            self._feed()
+
+    def _rollout(
+        self,
+        request: InFlight,
+        output: "GenerationOutput | None",
+        reason: FinishReason | None,
+        error: str | None = None,
+    ) -> Rollout:
+        if output is None:
+            return request.rollout(token_ids=[], logprobs=[], finish_reason=reason, error=error)
+        if request.started_at is None and output.lifespan[0] > 0:
+            request.started_at = _wall_time(output.lifespan[0])
+        # a step that was cut short may have booked a token without its log-prob
+        num_tokens = min(len(output.generated_tokens), len(output.logprobs))
+        return request.rollout(
+            token_ids=output.generated_tokens[:num_tokens],
+            logprobs=output.logprobs[:num_tokens],
+            finish_reason=reason,
+            error=error,
+        )
+
+
+def _wall_time(perf_counter: float) -> float:
+    return time.time() - (time.perf_counter() - perf_counter)

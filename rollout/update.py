@@ -1,0 +1,188 @@
+"""The live update: a pause entered and left on the control thread, lent to whoever changes the weights.
+
+Inside the pause the loop is parked between two steps. Leaving it normally makes the new version the engine's; leaving
+it in any other way fences the engine, so that no request runs on weights that nobody vouches for.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rollout.control import ControlThread
+from rollout.errors import EngineFencedError, EngineStateError, InvalidRequestError, PauseTimeoutError
+from rollout.manager import RolloutManager
+from rollout.shell import WeightWatch
+from rollout.status import UpdateRecord
+from rollout.tracker import RequestTracker
+
+
+@dataclass(kw_only=True)
+class Updater:
+    """Runs one engine's updates, one at a time."""
+
+    model: PreTrainedModel
+    manager: RolloutManager
+    tracker: RequestTracker
+    watch: WeightWatch
+    control: ControlThread
+    check: Callable[[], None]
+    """Raises EngineStateError when the engine's state allows no update."""
+    fence: Callable[[str], None]
+    """Fences the engine; requests in flight wait for the next update."""
+    lose: Callable[[str], None]
+    """Fences the engine; requests in flight end with what they have."""
+    unfence: Callable[[UpdateRecord], None]
+    _writer: int | None = None  # the thread that is inside a pause
+
+    @contextmanager
+    def update(self, version: int | None, timeout_s: float) -> Iterator[nn.Module]:
+        """See GenerationEngine.update."""
+        self.refuse_inside("update()")
+        begin = self._commit if self.control.is_current() else self._lend
+        with begin(version, timeout_s, time.monotonic()) as model:
+            self._writer = threading.get_ident()
+            try:
+                yield model
+            finally:
+                self._writer = None
+
+    def refuse_inside(self, what: str) -> None:
+        """EngineStateError if the calling thread is inside an update, where `what` would wait for itself."""
+        if self._writer == threading.get_ident():
+            raise EngineStateError(f"{what} inside update() would wait for itself; call it after the update")
+
+    @contextmanager
+    def _lend(self, version: int | None, timeout_s: float, asked_at: float) -> Iterator[nn.Module]:
+        loan = _Loan()
+        job = self.control.submit(lambda: loan.serve(self._commit(version, timeout_s, asked_at), self.tracker))
+        # the job ends by itself within the limit once it runs; before that another writer may be in the way
+        job.add_done_callback(lambda _: loan.entered.set())
+        if not loan.entered.wait(timeout_s) and loan.give_up():
+            job.cancel()
+            raise PauseTimeoutError(
+                f"the pause was not entered within {timeout_s:.3g} s: another update is in progress"
+            )
+        if job.done():
+            job.result()
+        try:
+            yield self.model
+        except BaseException as error:
+            loan.give_back(error)
+            raise
+        else:
+            loan.give_back(None)
+        finally:
+            # The pause is over, one way or the other, when this block is; only then may the caller go on.
+            failure = job.exception(timeout_s)
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def _commit(self, version: int | None, timeout_s: float, asked_at: float) -> Iterator[nn.Module]:
+        self.check()
+        new = self.tracker.version + 1 if version is None else version
+        if isinstance(new, bool) or not isinstance(new, int) or new <= self.tracker.version:
+            raise InvalidRequestError(
+                f"version must be an integer above the engine's {self.tracker.version}, got {new!r}; versions only grow"
+            )
+        with self.manager.pause_within(max(timeout_s - (time.monotonic() - asked_at), 0.0)):
+            entered_at = time.monotonic()
+            overrun = threading.Event()
+
+            def give_in() -> None:
+                overrun.set()
+                self.lose(f"the body of update() to version {new} took longer than its limit of {timeout_s:.3g} s")
+
+            cancel = self.tracker.alarms.after(timeout_s, give_in)
+            try:
+                yield self.model
+                cancel()
+                if overrun.is_set():
+                    raise PauseTimeoutError(
+                        f"the body of update() took {time.monotonic() - entered_at:.3g} s, its limit was {timeout_s:.3g} "
+                        "s: requests in flight have ended with what they had, and the engine is fenced until an update "
+                        "succeeds; prepare outside the pause and only copy inside it, or raise timeout_s"
+                    )
+                self._check_addresses()
+                straddlers = self._adopt(new)
+            except _GivenUpError:
+                cancel()
+                raise
+            except BaseException as error:
+                cancel()
+                if not overrun.is_set():
+                    self.fence(f"the update to version {new} failed: {type(error).__name__}: {error}")
+                raise
+            record = UpdateRecord(
+                version=new,
+                wait_s=entered_at - asked_at,
+                held_s=time.monotonic() - entered_at,
+                straddlers=straddlers,
+            )
+            self.unfence(record)
+
+    def _check_addresses(self) -> None:
+        moved = self.watch.moved()
+        if moved is not None:
+            raise EngineFencedError(
+                f"{moved} is no longer the tensor it was: captured graphs and other holders of its address would go on "
+                "with the old one. Write into it in place (tensor.copy_(new)) instead of replacing it or its .data"
+            )
+
+    def _adopt(self, version: int) -> int:
+        if self.model.device.type == "cuda":
+            # nothing else orders the writer's stream before the loop's
+            torch.cuda.synchronize(self.model.device)
+        self.manager.isolate_prefixes()
+        straddlers = self.tracker.flip(version, self.manager.progress())
+        self.watch.record()
+        return straddlers
+
+
+class _GivenUpError(EngineStateError):
+    """Whoever asked for the pause has gone; nothing has been changed."""
+
+
+class _Loan:
+    """A pause that the control thread holds while another thread works in it."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._lock = threading.Lock()
+        self._claimed: bool | None = None  # True: lent, False: given up
+        self._returned = threading.Event()
+        self._error: BaseException | None = None
+
+    def serve(self, pause: AbstractContextManager[nn.Module], tracker: RequestTracker) -> None:
+        """On the control thread: lends the pause and waits for its return."""
+        with pause:
+            with self._lock:
+                if self._claimed is False:
+                    raise _GivenUpError("the update was given up before it began")
+                self._claimed = True
+            self.entered.set()
+            # Bounded by the alarm that ends the requests at the body's limit; after it nothing runs, and another
+            # writer must not be let in beside this one.
+            while not self._returned.wait(1.0):
+                if tracker.stopping:
+                    raise EngineStateError("the engine was stopped during an update")
+            if self._error is not None:
+                raise self._error
+
+    def give_up(self) -> bool:
+        """On the caller's thread: False if the pause has been lent in the meantime."""
+        with self._lock:
+            if self._claimed is None:
+                self._claimed = False
+            return not self._claimed
+
+    def give_back(self, error: BaseException | None) -> None:
+        """On the caller's thread: the work is done, or failed with `error`."""
+        self._error = error
+        self._returned.set()
