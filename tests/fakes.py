@@ -1,0 +1,99 @@
+"""Small models for tests, made from configs: random ones, and ones whose weights tell their version."""
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+VOCAB_SIZE = 64
+EOS_ID = 1
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": 0,
+}
+
+
+def tiny_llama(seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Grouped queries, untied, no biases."""
+    return _random(LlamaForCausalLM, LlamaConfig(**{**_SIZES, **changes}), seed)
+
+
+def tiny_qwen2(seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Tied embeddings and biases on queries, keys and values."""
+    return _random(Qwen2ForCausalLM, Qwen2Config(**{**_SIZES, "tie_word_embeddings": True, **changes}), seed)
+
+
+def tiny_gemma3(seed: int = 0, **changes: object) -> PreTrainedModel:
+    """One sliding-window layer (8 tokens) and one full one, tied embeddings."""
+    layers = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        **{**_SIZES, "head_dim": 8, "sliding_window": 8, "layer_types": layers, "query_pre_attn_scalar": 8, **changes}
+    )
+    return _random(Gemma3ForCausalLM, config, seed)
+
+
+ARCHITECTURES = {"llama": tiny_llama, "qwen2": tiny_qwen2, "gemma3": tiny_gemma3}
+
+
+def marker_llama() -> PreTrainedModel:
+    """A model that near-certainly says token v after `mark(model, v)`, whatever came before."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(1.0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+    mark(model, 0)
+    return model
+
+
+def mark(model: torch.nn.Module, version: int) -> None:
+    """In place: from now on the model says token `version`."""
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[version].fill_(1.0)
+
+
+def greedy_reference(model: PreTrainedModel, prompt_ids: list[int], num_tokens: int) -> list[int]:
+    """What `model.generate` says, greedily and without stopping."""
+    prompt = torch.tensor([prompt_ids])
+    out = model.generate(prompt, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0, len(prompt_ids) :].tolist()
+
+
+def forward_logprobs(model: PreTrainedModel, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
+    """[num_tokens] log-softmax of a plain forward at the tokens."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1]
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1)
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """One prompt of each length, no special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _random(kind: type[PreTrainedModel], config: object, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = kind(config)
+        for parameter in model.parameters():  # large enough that greedy choices are not ties
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
