@@ -110,14 +110,15 @@ def paged_attention(
     new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     num_heads, head_dim = queries.shape[1], queries.shape[2]
     scale = scaling if scaling is not None else head_dim**-0.5
+    softcap: float | None = kwargs.get("softcap")
     out = queries.new_empty(queries.shape[0], num_heads, new_values.shape[-1])
     for group in paged.plan.decodes:
-        out[group.queries] = _attend_decodes(queries[group.queries], paged.keys, paged.values, group, scale)
+        out[group.queries] = _attend_decodes(queries[group.queries], paged.keys, paged.values, group, scale, softcap)
     for prefill in paged.plan.prefills:
         own = slice(prefill.start, prefill.stop)
         keys = new_keys[own] if prefill.rows is None else paged.keys.index_select(0, prefill.rows)
         values = new_values[own] if prefill.rows is None else paged.values.index_select(0, prefill.rows)
-        out[own] = _attend_prefill(queries[own], keys, values, prefill.bias, scale)
+        out[own] = _attend_prefill(queries[own], keys, values, prefill.bias, scale, softcap)
     return out.unsqueeze(0), None
 
 
@@ -127,13 +128,18 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 def supports(model: PreTrainedModel) -> bool:
     """Whether `model`'s attention is what this file computes: scaled dot products through the attention interface,
-    without logit capping (Gemma 2) or sinks (gpt-oss, which does not support sdpa either)."""
+    with or without capped logits (Gemma 2), without sinks (gpt-oss, which says that it does not support sdpa)."""
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return bool(model._supports_sdpa) and not capped
+    return bool(model._supports_sdpa) or capped
 
 
 def _attend_decodes(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group: DecodeGroup,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     num, num_heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
@@ -144,6 +150,8 @@ def _attend_decodes(
     v = values.reshape(-1, values.shape[-1]).index_select(0, flat).view(num * kv_heads, longest, -1)
     q = (queries * scale).view(num * kv_heads, num_heads // kv_heads, head_dim)
     scores = torch.bmm(q, k.transpose(1, 2)).view(num, num_heads, longest)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     if group.bias is not None:
         scores += group.bias
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
@@ -151,18 +159,27 @@ def _attend_decodes(
 
 
 def _attend_prefill(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
-    result = F.scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0),
-        keys.transpose(0, 1).unsqueeze(0),
-        values.transpose(0, 1).unsqueeze(0),
-        attn_mask=None if bias is None else bias.unsqueeze(0).unsqueeze(0),
-        is_causal=bias is None,
-        scale=scale,
-        enable_gqa=keys.shape[1] != queries.shape[1],
-    )
-    return result[0].transpose(0, 1)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (queries, keys, values))
+    grouped = keys.shape[1] != queries.shape[1]
+    if softcap is None:
+        mask = None if bias is None else bias.unsqueeze(0).unsqueeze(0)
+        result = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=bias is None, scale=scale, enable_gqa=grouped
+        )
+        return result[0].transpose(0, 1)
+    repeats = queries.shape[1] // keys.shape[1]
+    scores = torch.matmul(q * scale, k.repeat_interleave(repeats, dim=1).transpose(2, 3))
+    scores = (scores / softcap).tanh() * softcap
+    scores += bias if bias is not None else _causal_bias(q.shape[2], k.shape[2], None, scores.dtype)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(weights, v.repeat_interleave(repeats, dim=1))[0].transpose(0, 1)
 
 
 def _decode_group(members: list[tuple[int, int, int]], rows: torch.Tensor, dtype: torch.dtype) -> DecodeGroup:

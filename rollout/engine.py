@@ -90,6 +90,12 @@ class GenerationEngine:
                 paged_attention=paged,
                 autocast_dtype=self.config.autocast_dtype,
             )
+        except (AttributeError, TypeError, NotImplementedError) as error:
+            self._close_threads()
+            raise InvalidRequestError(
+                f"transformers' continuous batching cannot run {type(model).__name__} ({error}); it supports models that "
+                "follow its attention and cache interfaces, such as Llama, Qwen, Mistral, Gemma and Phi"
+            ) from error
         except (MemoryError, ValueError, RuntimeError) as error:
             self._close_threads()
             raise InvalidRequestError(

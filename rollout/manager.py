@@ -30,6 +30,7 @@ from transformers.generation.continuous_batching.requests import (
     GenerationOutput,
     RequestState,
     RequestStatus,
+    create_warmup_future_states,
 )
 
 from rollout import attention
@@ -240,7 +241,20 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             processor.scheduler.router, processor.scheduler.listener = self.output_router, self.listener
             self.logit_processor.static = any(self.continuous_batching_config.cuda_graph_booleans)
             self._max_request_tokens = infer_max_single_request_tokens(processor.cache)
+            self._try_forward(processor)
         return processor
+
+    def _try_forward(self, processor: "RolloutBatchProcessor") -> None:
+        """One forward of one made-up request, so that a model that upstream cannot batch (some architectures call the
+        cache in another way) fails here and not under the first request."""
+        if processor.model_runner.pad_inputs:
+            return  # upstream's own warm-up covers graphs and compiled code
+        states = create_warmup_future_states(1, RequestStatus.PREFILLING, 2, 0, processor.cache)
+        processor.inputs_and_outputs.prepare_batch_tensors(states, self.logit_processor, False, 2, 0, False)
+        with processor.autocast:
+            upstream.ContinuousBatchProcessor._generation_step(processor, self.model)
+        processor.cache.plans.clear()
+        processor.cache.reset()
 
     def _run_generation_loop(self, use_inference_mode: bool) -> None:
         error: BaseException | None = None
