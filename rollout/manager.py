@@ -178,6 +178,11 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         tokens: int = self._max_request_tokens
         return tokens
 
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether steps may be captured graphs, which hold the addresses of the weights."""
+        return any(self.continuous_batching_config.cuda_graph_booleans)
+
     # --------------------------------------------------------------------------------- while paused, and only then
 
     def progress(self) -> dict[str, Progress]:
@@ -239,7 +244,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             processor.cache.paged_attention = self.paged_attention
             _adopt(processor.model_runner, RolloutModelRunner)
             processor.scheduler.router, processor.scheduler.listener = self.output_router, self.listener
-            self.logit_processor.static = any(self.continuous_batching_config.cuda_graph_booleans)
+            self.logit_processor.static = self.uses_graphs
             self._max_request_tokens = infer_max_single_request_tokens(processor.cache)
             self._try_forward(processor)
         return processor

@@ -66,15 +66,19 @@ class WeightWatch:
         self._module = module
         self._weights = weights_of(module)
         self._names = {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+        self._forms = [(t.shape, t.dtype) for t in self._weights.values()]
         self.record()
 
     def record(self) -> None:
         """Takes the present state as the right one."""
         self._counters = [t._version for t in self._weights.values()]
-        self._addresses = [t.data_ptr() for t in self._weights.values()]
-        self._forms = [(t.shape, t.dtype) for t in self._weights.values()]
+        self.record_addresses()
         self._elements = [t.detach().view(-1)[t.numel() // 2] for t in self._weights.values() if _can_probe(t)]
         self._probe = _gather(self._elements)
+
+    def record_addresses(self) -> None:
+        """Takes only the present addresses as the right ones."""
+        self._addresses = [t.data_ptr() for t in self._weights.values()]
 
     def changed(self) -> str | None:
         """The name of a weight that is not as recorded, or None."""

@@ -22,6 +22,9 @@ from rollout.status import UpdateRecord
 from rollout.tracker import RequestTracker
 
 
+GRACE_S = 5.0
+
+
 @dataclass(kw_only=True)
 class Updater:
     """Runs one engine's updates, one at a time."""
@@ -61,13 +64,15 @@ class Updater:
     def _lend(self, version: int | None, timeout_s: float, asked_at: float) -> Iterator[nn.Module]:
         loan = _Loan()
         job = self.control.submit(lambda: loan.serve(self._commit(version, timeout_s, asked_at), self.tracker))
-        # the job ends by itself within the limit once it runs; before that another writer may be in the way
         job.add_done_callback(lambda _: loan.entered.set())
-        if not loan.entered.wait(timeout_s) and loan.give_up():
-            job.cancel()
-            raise PauseTimeoutError(
-                f"the pause was not entered within {timeout_s:.3g} s: another update is in progress"
-            )
+        if not loan.entered.wait(timeout_s):
+            if job.cancel():
+                raise PauseTimeoutError(
+                    f"the pause was not entered within {timeout_s:.3g} s: another update or call is in progress"
+                )
+            # It waits for the loop under the same limit, and is about to tell.
+            if not loan.entered.wait(GRACE_S) and loan.give_up():
+                raise PauseTimeoutError(f"the pause was not entered within {timeout_s:.3g} s")
         if job.done():
             job.result()
         try:
@@ -93,6 +98,9 @@ class Updater:
             )
         with self.manager.pause_within(max(timeout_s - (time.monotonic() - asked_at), 0.0)):
             entered_at = time.monotonic()
+            if not self.manager.uses_graphs:
+                # What was re-pointed before this update is picked up, and an engine that was fenced for it can go on.
+                self.watch.record_addresses()
             overrun = threading.Event()
 
             def give_in() -> None:

@@ -1,5 +1,9 @@
 """Small models for tests, made from configs: random ones, and ones whose weights tell their version."""
 
+import threading
+import time
+from collections.abc import Callable
+
 import torch
 from transformers import (
     Gemma3ForCausalLM,
@@ -10,6 +14,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+
+from rollout import GenerationEngine
 
 VOCAB_SIZE = 64
 EOS_ID = 1
@@ -97,3 +103,44 @@ def _random(kind: type[PreTrainedModel], config: object, seed: int) -> PreTraine
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Returns once `condition()` holds; AssertionError when it does not within the limit."""
+    deadline = time.monotonic() + timeout_s
+    pulse = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{condition} did not come true within {timeout_s} s"
+        pulse.wait(0.002)
+
+
+class StepGate:
+    """Stands before every forward of an engine: lets them all through when open, else one for each `step()`."""
+
+    def __init__(self, engine: GenerationEngine, *, is_open: bool = False) -> None:
+        self.is_open = is_open
+        self.steps = 0
+        self._arrived, self._permitted = threading.Semaphore(0), threading.Semaphore(0)
+        engine.model.register_forward_pre_hook(self._before_forward)
+
+    def step(self, count: int = 1) -> None:
+        """Lets `count` forwards run; returns when the next one stands before the gate, or at once when none comes."""
+        for _ in range(count):
+            assert self._arrived.acquire(timeout=30), "no forward came to the gate"
+            self._permitted.release()
+
+    def wait_for_arrival(self) -> None:
+        """Returns when a forward stands before the gate."""
+        assert self._arrived.acquire(timeout=30), "no forward came to the gate"
+        self._arrived.release()
+
+    def open(self) -> None:
+        """From now on every forward goes through."""
+        self.is_open = True
+        self._permitted.release()
+
+    def _before_forward(self, *_: object) -> None:
+        self.steps += 1
+        if not self.is_open:
+            self._arrived.release()
+            assert self._permitted.acquire(timeout=60), "the gate was never opened"
