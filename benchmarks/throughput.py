@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from rollout import EngineConfig, GenerationEngine, SamplingParams
+from rollout import GenerationEngine, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 

@@ -21,7 +21,6 @@ from rollout.shell import WeightWatch
 from rollout.status import UpdateRecord
 from rollout.tracker import RequestTracker
 
-
 GRACE_S = 5.0
 
 

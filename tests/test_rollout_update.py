@@ -201,7 +201,7 @@ def test_a_body_that_overruns_its_limit_ends_the_requests_and_keeps_others_out()
 
         repairer = in_thread(repair)
         go_on.set()
-        with pytest.raises(PauseTimeoutError, match="its limit was 0.1 s"):
+        with pytest.raises(PauseTimeoutError, match=r"its limit was 0\.1 s"):
             writer.result(30)
         repairer.result(30)
         assert events == ["slow writer leaves", "repair enters"]
@@ -294,8 +294,8 @@ def test_what_would_wait_for_itself_inside_an_update_is_refused() -> None:
             for call in (
                 lambda: engine.update().__enter__(),
                 lambda: engine.generate([[5]], SHORT),
-                lambda: engine.snapshot(),
-                lambda: engine.stop(),
+                engine.snapshot,
+                engine.stop,
             ):
                 with pytest.raises(EngineStateError, match="would wait for itself"):
                     call()
