@@ -18,6 +18,7 @@ from rollout import (
     PauseTimeoutError,
     SamplingParams,
 )
+from rollout.manager import RolloutThreadStatus
 
 ENDLESS = SamplingParams(max_new_tokens=400, temperature=0, stop_token_ids=())
 SHORT = SamplingParams(max_new_tokens=3, temperature=0, stop_token_ids=())
@@ -408,3 +409,11 @@ def test_an_update_reports_its_wait_its_pause_and_who_straddles_it() -> None:
         assert engine.stats().updates == 1
         for future in futures:
             future.cancel()
+
+
+def test_the_loop_never_parks_when_whoever_asked_has_given_up() -> None:
+    status = RolloutThreadStatus()
+    loop = threading.Thread(target=status.pause_and_wait, daemon=True)
+    loop.start()
+    loop.join(10)
+    assert not loop.is_alive(), "parked, and nobody is there to wake it"

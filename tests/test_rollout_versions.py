@@ -219,3 +219,18 @@ def test_a_request_made_during_an_update_belongs_to_the_new_version() -> None:
     assert rollout.versions == rollout.token_ids == [1]
     assert rollout.finish_reason == FinishReason.STOP  # token 1 is the EOS id
     assert rollout.prefill_version == 1
+
+
+def test_an_update_frees_the_blocks_that_were_kept_for_sharing() -> None:
+    (prompt,) = random_prompts([33])
+    params = SamplingParams(max_new_tokens=2, temperature=0, stop_token_ids=())
+    with GenerationEngine(tiny_llama(), EngineConfig(page_size=4)) as engine:
+        engine.generate([prompt], params)
+        assert engine.stats().kv_used > 0, "nothing was kept, so nothing is tested"
+        with engine.update():
+            pass
+        assert engine.stats().kv_used == 0
+        engine.generate([prompt], params)  # and the books still balance
+        with engine.update():
+            pass
+        assert engine.stats().kv_used == 0
