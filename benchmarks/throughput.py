@@ -92,9 +92,9 @@ def main() -> None:
 
 def load(name: str) -> PreTrainedModel:
     if name == "smollm2":
-        from smollm2 import load_smollm2
+        from smollm2 import load_model
 
-        return load_smollm2()[0].eval()
+        return load_model(name)[0]
     return AutoModelForCausalLM.from_pretrained(name).eval()
 
 
