@@ -27,7 +27,8 @@ class EngineConfig:
     max_waiting: int | None = None
     """Upper bound on waiting requests; `submit` blocks while it is reached. None: unbounded."""
     num_threads: int | None = None
-    """Torch threads for this process (torch has one such number per process); None: leave it alone."""
+    """CPU threads of the engine's forwards; None: torch's default, one a core. Beside a trainer in the same process, give
+    each its share of the cores, or they wait for each other."""
     autocast_dtype: torch.dtype | None = None
     """Run the forward under autocast, as a mixed-precision trainer does, so that log-probs match; None: off."""
     prefix_sharing: bool = True

@@ -89,6 +89,7 @@ class GenerationEngine:
                 self._tracker,
                 paged_attention=paged,
                 autocast_dtype=self.config.autocast_dtype,
+                num_threads=self.config.num_threads,
             )
         except (AttributeError, TypeError, NotImplementedError) as error:
             self._close_threads()
@@ -151,8 +152,6 @@ class GenerationEngine:
         with self._tracker.lock:
             self._check(EngineState.CREATED)
             self._state = EngineState.RUNNING
-        if self.config.num_threads is not None:
-            torch.set_num_threads(self.config.num_threads)
         self._watch.record()
         self._manager.start()
         _running.add(self)

@@ -21,7 +21,7 @@ def trim(spans: Sequence[VersionSpan], num_tokens: int) -> list[VersionSpan]:
     return [span for span in spans if span.start < num_tokens]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class InFlight:
     """One request, as the engine knows it. Guarded by the engine's lock."""
 

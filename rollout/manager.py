@@ -78,6 +78,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         *,
         paged_attention: bool,
         autocast_dtype: torch.dtype | None,
+        num_threads: int | None,
     ) -> None:
         check_upstream()
         generation_config = deepcopy(model.generation_config)
@@ -89,6 +90,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         super().__init__(model, generation_config, config)
         self.listener = listener
         self.autocast_dtype = autocast_dtype
+        self.num_threads = num_threads
         self.logit_processor = SamplingRows(config.seed)
         self.output_router = _ListenerRouter(listener)
         self.continuous_batching_config.scheduler_type = _OUR_SCHEDULERS[config.scheduler_type]
@@ -227,7 +229,8 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
     def _create_batch_processor(self) -> "RolloutBatchProcessor":
         first = self.batch_processor is None
         # upstream seeds the process-wide generators here
-        with torch.random.fork_rng() if first else nullcontext():
+        gpus = list(range(torch.cuda.device_count()))
+        with torch.random.fork_rng(gpus) if first else nullcontext():
             processor: RolloutBatchProcessor = super()._create_batch_processor()
         if first:
             # upstream constructs these by name; each subclass only overrides methods and adds what is set here
@@ -263,6 +266,9 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
 
     def _run_generation_loop(self, use_inference_mode: bool) -> None:
         error: BaseException | None = None
+        if self.num_threads is not None:
+            # torch keeps this number per thread; what other threads use already stays
+            torch.set_num_threads(self.num_threads)
         try:
             super()._run_generation_loop(use_inference_mode)
             error = self.background_thread_status.fatal_error

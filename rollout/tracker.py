@@ -127,9 +127,10 @@ class RequestTracker:
         with self.lock:
             assert self.runner is not None
             for request in list(self._in_flight.values()):
-                if request.key in outputs:
+                if request.handed_over:
                     self.runner.cancel_request(request.key)
-                self._finish(request, self._rollout(request, outputs.get(request.key), reason, error))
+                self._remove(request, self._rollout(request, outputs.get(request.key), reason, error))
+            self._room.notify_all()
 
     def counts(self) -> tuple[int, int]:
         """(with the manager, waiting here)."""
@@ -226,6 +227,11 @@ class RequestTracker:
             return True
 
     def _finish(self, request: InFlight, rollout: Rollout) -> None:
+        self._remove(request, rollout)
+        if not self.stopping:
+            self._feed()
+
+    def _remove(self, request: InFlight, rollout: Rollout) -> None:
         del self._in_flight[request.key]
         del self._by_id[request.request_id]
         if request.handed_over:
@@ -234,8 +240,6 @@ class RequestTracker:
             self._backlog.remove(request)
         self.finished += 1
         self._delivery.resolve(request.future, rollout)
-        if not self.stopping:
-            self._feed()
 
     def _rollout(
         self,

@@ -7,6 +7,7 @@ it in any other way fences the engine, so that no request runs on weights that n
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -64,28 +65,37 @@ class Updater:
         loan = _Loan()
         job = self.control.submit(lambda: loan.serve(self._commit(version, timeout_s, asked_at), self.tracker))
         job.add_done_callback(lambda _: loan.entered.set())
-        if not loan.entered.wait(timeout_s):
-            if job.cancel():
+        began = False
+        try:
+            if not loan.entered.wait(timeout_s) and job.cancel():
                 raise PauseTimeoutError(
                     f"the pause was not entered within {timeout_s:.3g} s: another update or call is in progress"
                 )
-            # It waits for the loop under the same limit, and is about to tell.
-            if not loan.entered.wait(GRACE_S) and loan.give_up():
+            # Not entered but running, it waits for the loop under the same limit and is about to tell.
+            if not loan.entered.wait(GRACE_S):
                 raise PauseTimeoutError(f"the pause was not entered within {timeout_s:.3g} s")
-        if job.done():
-            job.result()
-        try:
+            if job.done():
+                job.result()
+            began = True
             yield self.model
         except BaseException as error:
-            loan.give_back(error)
+            # also when an interrupt strikes during the wait: a loan that nobody takes would hold the loop for ever
+            if not loan.give_up():
+                loan.give_back(error if began else _GivenUpError("the update was given up before it began"))
+                self._await(job, timeout_s)
             raise
-        else:
-            loan.give_back(None)
-        finally:
-            # The pause is over, one way or the other, when this block is; only then may the caller go on.
-            failure = job.exception(timeout_s)
+        loan.give_back(None)
+        failure = self._await(job, timeout_s)
         if failure is not None:
             raise failure
+
+    @staticmethod
+    def _await(job: "Future[None]", timeout_s: float) -> BaseException | None:
+        """The pause is over, one way or the other, when this returns; only then may the caller go on."""
+        try:
+            return job.exception(timeout_s + GRACE_S)
+        except TimeoutError:
+            return PauseTimeoutError(f"leaving the pause took longer than {timeout_s + GRACE_S:.3g} s")
 
     @contextmanager
     def _commit(self, version: int | None, timeout_s: float, asked_at: float) -> Iterator[nn.Module]:

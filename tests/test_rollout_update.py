@@ -8,6 +8,7 @@ import torch
 from fakes import StepGate, mark, marker_llama, tiny_llama, tiny_qwen2, wait_until
 
 from rollout import (
+    EngineConfig,
     EngineDeadError,
     EngineFencedError,
     EngineState,
@@ -417,3 +418,21 @@ def test_the_loop_never_parks_when_whoever_asked_has_given_up() -> None:
     loop.start()
     loop.join(10)
     assert not loop.is_alive(), "parked, and nobody is there to wake it"
+
+
+def test_what_waits_when_an_engine_is_fenced_is_ended_too_and_never_comes_back() -> None:
+    model = marker_llama()
+    engine = GenerationEngine(model, EngineConfig(max_requests=2))
+    gate = StepGate(engine)
+    with engine:
+        futures = [engine.submit([5], ENDLESS) for _ in range(6)]  # two run, four wait
+        gate.wait_for_arrival()
+        with torch.no_grad():
+            model.lm_head.weight.add_(0.0)
+        gate.open()
+        assert [future.result(30).finish_reason for future in futures] == [FinishReason.ERROR] * 6
+        with engine.update():
+            pass
+        steps = gate.steps
+        assert engine.generate([[5]], SHORT)[0].finish_reason == FinishReason.LENGTH
+        assert gate.steps == steps + 3, "requests that had ended were run again"
