@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -14,9 +13,9 @@ import psutil
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rollout import attention, requests
+from rollout import requests
 from rollout.config import EngineConfig
 from rollout.control import ControlThread
 from rollout.delivery import RolloutFuture
@@ -25,7 +24,6 @@ from rollout.inflight import InFlight
 from rollout.manager import RolloutManager
 from rollout.sampling import SamplingRow
 from rollout.shell import WeightWatch, build_shell
-from rollout.sizing import cpu_sizes
 from rollout.status import EngineState, EngineStats, UpdateRecord
 from rollout.tracker import RequestTracker
 from rollout.types import FinishReason, Rollout, SamplingParams
@@ -72,7 +70,7 @@ class GenerationEngine:
         self._last_update: UpdateRecord | None = None
         self._model = build_shell(model, copy_weights=copy_weights)
         self._watch = WeightWatch(self._model)
-        upstream_config, paged = self._upstream_config()
+        upstream_config, paged = upstream_settings(self.config, self._model)
         # The listener exists before the manager that it listens to, which exists before the sizes are known.
         self._tracker = RequestTracker(
             max_running=upstream_config.max_requests_per_batch or UPSTREAM_MAX_REQUESTS,
@@ -359,38 +357,6 @@ class GenerationEngine:
 
     # ------------------------------------------------------------------------------------------------------ inside
 
-    def _upstream_config(self) -> tuple[ContinuousBatchingConfig, bool]:
-        """Upstream's config for ours, and whether our attention is used."""
-        config = self.config
-        upstream = (
-            deepcopy(config.continuous_batching)
-            if config.continuous_batching is not None
-            else ContinuousBatchingConfig()
-        )
-        given = config.continuous_batching is not None
-        sizes: Mapping[str, int | None] = {
-            "num_blocks": config.num_blocks or upstream.num_blocks,
-            "page_size": config.page_size or (upstream.page_size if given else None),
-            "max_batch_tokens": config.max_batch_tokens or upstream.max_batch_tokens,
-            "max_requests": config.max_requests or upstream.max_requests_per_batch,
-        }
-        on_cpu = self._model.device.type == "cpu"
-        if on_cpu:
-            text_config = self._model.config.get_text_config()
-            available = psutil.virtual_memory().available
-            sizes = vars(cpu_sizes(text_config, self._model.dtype, available, **sizes))
-        upstream.num_blocks = sizes["num_blocks"]
-        upstream.page_size = sizes["page_size"] or upstream.page_size
-        upstream.max_batch_tokens = sizes["max_batch_tokens"]
-        upstream.max_requests_per_batch = sizes["max_requests"]
-        upstream.allow_block_sharing = upstream.allow_block_sharing and config.prefix_sharing
-        upstream.return_logprobs = True
-        # The trainer may have asked for any attention; the shell takes the best that runs here.
-        paged = on_cpu and attention.supports(self._model)
-        if paged or self._model.config._attn_implementation not in _UPSTREAM_ATTENTION:
-            self._model.set_attn_implementation("sdpa" if self._model._supports_sdpa else "eager")
-        return upstream, paged
-
     def _check(self, *allowed: EngineState) -> None:
         """Raises what fits the state, unless it is one of `allowed`."""
         if self._state in allowed:
@@ -461,9 +427,6 @@ class _Runner:
 
     def cancel_request(self, key: str) -> None:
         self._manager.cancel_request(key)
-
-
-_UPSTREAM_ATTENTION = ("sdpa", "eager", "paged|eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -1,9 +1,17 @@
-"""How large the KV cache and a step may be on a CPU, where upstream's defaults take most of the memory."""
+"""Upstream's settings for ours: on a CPU how large the KV cache and a step may be, where upstream's defaults take most
+of the memory; on a GPU what upstream finds in the free memory."""
 
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+from rollout import attention
+from rollout.config import EngineConfig
 
 PAGE_SIZE = 32
 MAX_REQUESTS = 64
@@ -13,6 +21,36 @@ MAX_BATCH_TOKENS = 256
 TOKENS_PER_REQUEST = 1024
 MEMORY_SHARE = 0.1
 """Of the memory that is free when the engine is made."""
+
+
+_UPSTREAM_ATTENTION = ("sdpa", "eager", "paged|eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def upstream_settings(config: EngineConfig, shell: PreTrainedModel) -> tuple[ContinuousBatchingConfig, bool]:
+    """Upstream's config for `config`, and whether our attention is to be used. Gives the shell an attention that upstream
+    accepts: the trainer may have asked for any."""
+    given = config.continuous_batching
+    upstream = deepcopy(given) if given is not None else ContinuousBatchingConfig()
+    sizes: Mapping[str, int | None] = {
+        "num_blocks": config.num_blocks or upstream.num_blocks,
+        "page_size": config.page_size or (upstream.page_size if given is not None else None),
+        "max_batch_tokens": config.max_batch_tokens or upstream.max_batch_tokens,
+        "max_requests": config.max_requests or upstream.max_requests_per_batch,
+    }
+    on_cpu = shell.device.type == "cpu"
+    if on_cpu:
+        available = psutil.virtual_memory().available
+        sizes = vars(cpu_sizes(shell.config.get_text_config(), shell.dtype, available, **sizes))
+    upstream.num_blocks = sizes["num_blocks"]
+    upstream.page_size = sizes["page_size"] or upstream.page_size
+    upstream.max_batch_tokens = sizes["max_batch_tokens"]
+    upstream.max_requests_per_batch = sizes["max_requests"]
+    upstream.allow_block_sharing = upstream.allow_block_sharing and config.prefix_sharing
+    upstream.return_logprobs = True  # a rollout without them cannot be trained on
+    paged = on_cpu and attention.supports(shell)
+    if paged or shell.config._attn_implementation not in _UPSTREAM_ATTENTION:
+        shell.set_attn_implementation("sdpa" if shell._supports_sdpa else "eager")
+    return upstream, paged
 
 
 @dataclass(frozen=True, kw_only=True)
