@@ -24,6 +24,7 @@ from rollout.inflight import InFlight
 from rollout.manager import RolloutManager
 from rollout.sampling import SamplingRow
 from rollout.shell import WeightWatch, build_shell
+from rollout.sizing import upstream_settings
 from rollout.status import EngineState, EngineStats, UpdateRecord
 from rollout.tracker import RequestTracker
 from rollout.types import FinishReason, Rollout, SamplingParams
