@@ -60,13 +60,15 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(f"top_p must be in (0, 1] (1 is off), got {self.top_p}")
         if self.stop_token_ids is not None:
-            if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Sequence):
+            text = isinstance(self.stop_token_ids, (str, bytes, bytearray, memoryview))
+            if text or not isinstance(self.stop_token_ids, Sequence):
                 raise InvalidRequestError(
                     f"stop_token_ids must be a list of token ids, None or (), got {self.stop_token_ids!r}"
                 )
             ids = tuple(_integer("a stop token id", token, at_least=0) for token in self.stop_token_ids)
             _set(self, "stop_token_ids", ids)
-        if isinstance(self.stop, str) or any(not isinstance(text, str) or not text for text in self.stop):
+        texts = self.stop if isinstance(self.stop, (list, tuple)) else (None,)
+        if any(not isinstance(text, str) or not text for text in texts):
             raise InvalidRequestError(f"stop must be a list of non-empty strings, got {self.stop!r}")
         if self.stop:
             raise InvalidRequestError(
@@ -195,11 +197,11 @@ def _integer(name: str, value: Any, *, at_least: int, below: int | None = None) 
 
 
 def _real(name: str, value: Any) -> float:
-    if isinstance(value, (bool, str)):
+    if isinstance(value, (bool, str, bytes, bytearray)):
         raise InvalidRequestError(f"{name} must be a number, got {value!r}")
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InvalidRequestError(f"{name} must be a number, got {value!r}") from None
     if not math.isfinite(number):
         raise InvalidRequestError(f"{name} must be finite, got {number}")
