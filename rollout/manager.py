@@ -257,8 +257,9 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         cache in another way) fails here and not under the first request."""
         if processor.model_runner.pad_inputs:
             return  # upstream's own warm-up covers graphs and compiled code
-        states = create_warmup_future_states(1, RequestStatus.PREFILLING, 2, 0, processor.cache)
-        processor.inputs_and_outputs.prepare_batch_tensors(states, self.logit_processor, False, 2, 0, False)
+        length = min(2, processor.cache.max_batch_tokens)
+        states = create_warmup_future_states(1, RequestStatus.PREFILLING, length, 0, processor.cache)
+        processor.inputs_and_outputs.prepare_batch_tensors(states, self.logit_processor, False, length, 0, False)
         with processor.autocast:
             upstream.ContinuousBatchProcessor._generation_step(processor, self.model)
         processor.cache.plans.clear()

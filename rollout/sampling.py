@@ -53,7 +53,8 @@ def pack_rows(rows: list[SamplingRow], uniforms: list[float]) -> torch.Tensor:
     scaled = [int(u * (1 << (2 * _BITS))) for u in uniforms]
     packed = torch.empty((NUM_ARGUMENTS, len(rows)), dtype=torch.int32)
     packed[0:2] = floats.view(torch.int32)
-    packed[2] = torch.tensor([r.top_k for r in rows], dtype=torch.int32)
+    # more than any vocabulary is "all of them", and must fit into an int32
+    packed[2] = torch.tensor([min(r.top_k, 2**31 - 1) for r in rows], dtype=torch.int32)
     packed[3] = torch.tensor([s >> _BITS for s in scaled], dtype=torch.int32)
     packed[4] = torch.tensor([s & ((1 << _BITS) - 1) for s in scaled], dtype=torch.int32)
     return packed
@@ -98,9 +99,11 @@ def _keep_likely(
     k = torch.where((top_k <= 0) | everything, vocab, top_k.clamp(max=vocab)).to(torch.int64)
     in_top_k = torch.arange(vocab, device=scaled.device) < k.unsqueeze(-1)
     probs = ordered.masked_fill(~in_top_k, -torch.inf).softmax(dim=-1)
-    # a token is kept while the probability before it is short of top_p: the first one always is
+    # a token is kept while the probability before it is short of top_p
     before = probs.cumsum(dim=-1) - probs
     keep = in_top_k & ((before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1) | everything.unsqueeze(-1))
+    # also where top_p rounds to 0 in float32, or the logits are nan: without a token the loop would die
+    keep[:, 0] = True
     least = ordered.gather(-1, keep.sum(dim=-1, keepdim=True) - 1)
     return scaled.masked_fill(scaled < least, -torch.inf)
 

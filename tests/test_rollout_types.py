@@ -148,7 +148,7 @@ INCONSISTENT = {
 
 @pytest.mark.parametrize("changes", INCONSISTENT.values(), ids=INCONSISTENT)
 def test_a_rollout_whose_parts_disagree_cannot_be_made(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="span|equally many"):
+    with pytest.raises(ValueError, match=r"span|equally many"):
         make(**changes)
 
 
