@@ -14,12 +14,14 @@ from concurrent.futures import Future
 
 from rollout.types import Rollout
 
+LONGEST_WAIT_S = 3600.0
+
 
 class RolloutFuture(Future[Rollout]):
     """The result of `submit`. `cancel()` asks the engine to end the request: the future then resolves with its partial
     rollout (finish reason ABORT) rather than raising CancelledError."""
 
-    def __init__(self, request_id: str, cancel: Callable[[str], bool]) -> None:
+    def __init__(self, request_id: str, cancel: Callable[[], bool]) -> None:
         super().__init__()
         self.request_id = request_id
         self._cancel_request = cancel
@@ -27,7 +29,7 @@ class RolloutFuture(Future[Rollout]):
 
     def cancel(self) -> bool:
         """True if the request was in flight and will now end."""
-        return self._cancel_request(self.request_id)
+        return self._cancel_request()
 
 
 class Delivery:
@@ -59,25 +61,33 @@ class Alarms:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._calls: dict[int, Callable[[], None]] = {}
+        self._due: list[tuple[float, int]] = []  # heap of (time, number); a number without a call was cancelled
         self._numbers = itertools.count()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rollsync-alarms", daemon=True)
         self._thread.start()
 
+    def __len__(self) -> int:
+        """How many are yet to come."""
+        with self._condition:
+            return len(self._calls)
+
     def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
         """Calls `call` after `seconds`, unless the function returned here is called before."""
         number = next(self._numbers)
-        entry = (time.monotonic() + seconds, number, call)
         with self._condition:
-            heapq.heappush(self._due, entry)
-            self._condition.notify()
+            self._calls[number] = call
+            heapq.heappush(self._due, (time.monotonic() + seconds, number))
+            if self._due[0][1] == number:
+                self._condition.notify()
 
         def cancel() -> None:
             with self._condition:
-                if entry in self._due:
-                    # Removal keeps the heap from filling up with the alarms of requests that ended in time.
-                    self._due.remove(entry)
+                self._calls.pop(number, None)
+                if len(self._due) > 2 * len(self._calls) + 100:
+                    # Cancelled ones leave in bulk: one by one, ten thousand requests would spend seconds here.
+                    self._due = [entry for entry in self._due if entry[1] in self._calls]
                     heapq.heapify(self._due)
 
         return cancel
@@ -94,9 +104,11 @@ class Alarms:
         while True:
             with self._condition:
                 while not self._stopping and (not self._due or self._due[0][0] > time.monotonic()):
-                    wait = self._due[0][0] - time.monotonic() if self._due else None
+                    # capped: a wait beyond the clock's range raises, and would end every later alarm too
+                    wait = min(self._due[0][0] - time.monotonic(), LONGEST_WAIT_S) if self._due else None
                     self._condition.wait(wait)
                 if self._stopping:
                     return
-                _, _, call = heapq.heappop(self._due)
-            call()
+                call = self._calls.pop(heapq.heappop(self._due)[1], None)
+            if call is not None:
+                call()

@@ -205,10 +205,7 @@ class GenerationEngine:
         not be in flight already; None makes one up. Raises InvalidRequestError for what cannot work, EngineStateError
         when the engine is not running.
         """
-        if params is None:
-            params = SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        params = requests.check_params(params)
         ids = requests.check_prompt(prompt_ids, params, self._limits)
         stop_ids = requests.check_stop_ids(params, self._limits)
         request_id = requests.check_label("request_id", request_id)
@@ -217,13 +214,12 @@ class GenerationEngine:
         sample_index = requests.check_sample_index(sample_index)
         metadata = requests.check_metadata(metadata)
         timeout_s = requests.check_timeout(timeout_s)
-        key = self._tracker.next_key()
-        request_id = request_id if request_id is not None else key
 
-        def make(version: int) -> InFlight:
+        def make(key: str, version: int) -> InFlight:
+            name = request_id if request_id is not None else key
             return InFlight(
                 key=key,
-                request_id=request_id,
+                request_id=name,
                 prompt_ids=ids,
                 max_new_tokens=params.max_new_tokens,
                 stop_ids=stop_ids,
@@ -239,7 +235,7 @@ class GenerationEngine:
                 sample_index=sample_index,
                 metadata=metadata,
                 timeout_s=timeout_s,
-                future=RolloutFuture(request_id, self._tracker.cancel),
+                future=RolloutFuture(name, lambda: self._tracker.cancel_key(key)),
                 version=version,
             )
 
@@ -261,7 +257,8 @@ class GenerationEngine:
     ) -> list[Rollout]:
         """One rollout for each prompt, in their order. If one prompt cannot work, none is submitted."""
         self._updater.refuse_inside("generate()")
-        params = params if params is not None else SamplingParams()
+        params = requests.check_params(params)
+        prompts = requests.check_prompts(prompts)
         for number, prompt in enumerate(prompts):
             try:
                 requests.check_prompt(prompt, params, self._limits)
@@ -271,7 +268,7 @@ class GenerationEngine:
         try:
             for number, prompt in enumerate(prompts):
                 futures.append(self.submit(prompt, params, sample_index=number, timeout_s=timeout_s))
-            shown = tqdm(futures, desc="rollouts", unit="rollout", disable=not progress_bar)
+            shown = tqdm(futures, desc="rollouts", unit="rollout") if progress_bar else futures
             return [future.result() for future in shown]
         except BaseException:
             # an interrupted caller gets no results: what it asked for must not go on in its name

@@ -70,7 +70,7 @@ class InFlight:
             group_id=self.group_id,
             prompt_id=self.prompt_id,
             sample_index=self.sample_index,
-            prompt_ids=self.prompt_ids,
+            prompt_ids=list(self.prompt_ids),  # the manager goes on reading its own
             token_ids=token_ids,
             logprobs=logprobs,
             loss_mask=[1] * len(token_ids),

@@ -1,8 +1,10 @@
 """Checks a request before anybody else sees it: upstream's loop dies of what it does not expect, and takes every other
 request with it."""
 
+import numbers
 import operator
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,15 @@ class Limits:
     max_request_tokens: int  # of one request in the KV cache
     max_positions: int | None  # of the model; None: unlimited
     eos_ids: tuple[int, ...]  # what stop_token_ids=None stands for
+
+
+def check_params(params: Any) -> SamplingParams:
+    """SamplingParams; None stands for the defaults."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams(...) or None, got {params!r:.80}")
+    return params
 
 
 def check_prompt(prompt_ids: Any, params: SamplingParams, limits: Limits) -> list[int]:
@@ -48,6 +59,13 @@ def check_prompt(prompt_ids: Any, params: SamplingParams, limits: Limits) -> lis
     return ids
 
 
+def check_prompts(prompts: Any) -> list[Any]:
+    """Several prompts as a list; each is yet to be checked."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, (Iterable, torch.Tensor)):
+        raise InvalidRequestError(f"prompts must be a list of prompts, got {type(prompts).__name__} ({prompts!r:.60})")
+    return list(prompts)
+
+
 def check_stop_ids(params: SamplingParams, limits: Limits) -> tuple[int, ...]:
     """The ids that end the request. InvalidRequestError for one that can never be sampled."""
     if params.stop_token_ids is None:
@@ -71,16 +89,20 @@ def check_timeout(timeout_s: Any) -> float | None:
     """A positive number of seconds or None."""
     if timeout_s is None:
         return None
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise InvalidRequestError(f"timeout_s must be a positive number of seconds or None, got {timeout_s!r}")
+    number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise InvalidRequestError(
+            f"timeout_s must be a positive, finite number of seconds, or None for no limit; got {timeout_s!r}"
+        )
     return float(timeout_s)
 
 
 def check_sample_index(sample_index: Any) -> int:
     """A non-negative integer."""
-    if isinstance(sample_index, bool) or not isinstance(sample_index, int) or not 0 <= sample_index < 2**63:
-        raise InvalidRequestError(f"sample_index must be a non-negative integer, got {sample_index!r}")
-    return sample_index
+    number = isinstance(sample_index, numbers.Integral) and not isinstance(sample_index, bool)
+    if not number or not 0 <= sample_index < 2**63:
+        raise InvalidRequestError(f"sample_index must be a non-negative integer below 2**63, got {sample_index!r}")
+    return int(sample_index)
 
 
 def check_metadata(metadata: Any) -> Mapping[str, Any]:
@@ -93,19 +115,26 @@ def check_metadata(metadata: Any) -> Mapping[str, Any]:
 
 
 def _as_list(prompt_ids: Any) -> list[Any]:
-    if isinstance(prompt_ids, (str, bytes)):
-        raise InvalidRequestError(f"the prompt is text ({prompt_ids[:40]!r}); encode it with the tokenizer first")
+    if isinstance(prompt_ids, (str, bytes, bytearray, memoryview)):
+        shown = prompt_ids[:40] if isinstance(prompt_ids, str) else bytes(prompt_ids[:40])
+        raise InvalidRequestError(f"the prompt is text ({shown!r}); encode it with the tokenizer first")
     if isinstance(prompt_ids, (torch.Tensor, np.ndarray)):
         if prompt_ids.ndim != 1:
             raise InvalidRequestError(
                 f"the prompt has shape {tuple(prompt_ids.shape)}; pass one prompt a call, as a 1-D tensor (drop the "
                 "batch dimension)"
             )
-        values: list[Any] = prompt_ids.tolist()
+        try:
+            values: list[Any] = prompt_ids.tolist()
+        except RuntimeError as error:
+            raise InvalidRequestError(f"the prompt's values cannot be read ({error}); pass a list of ints") from None
         return values
     if isinstance(prompt_ids, Sequence):
         return list(prompt_ids)
-    raise InvalidRequestError(f"prompt_ids must be a list of token ids, got {type(prompt_ids).__name__}")
+    hint = '; pass its ["input_ids"]' if isinstance(prompt_ids, Mapping) and "input_ids" in prompt_ids else ""
+    raise InvalidRequestError(
+        f"prompt_ids must be a flat list of token ids, got {type(prompt_ids).__name__} ({prompt_ids!r:.60}){hint}"
+    )
 
 
 def _check_length(prompt_len: int, max_new_tokens: int, limits: Limits) -> None:

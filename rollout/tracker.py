@@ -67,12 +67,9 @@ class RequestTracker:
 
     # ----------------------------------------------------------------------------------------- the engine's threads
 
-    def next_key(self) -> str:
-        """An id for the manager that was never used before."""
-        return f"rollsync-{next(self._keys)}"
-
-    def add(self, make: Callable[[int], InFlight], check: Callable[[], None]) -> InFlight:
-        """Takes in the request that `make(version)` builds, waiting for room under `max_waiting`.
+    def add(self, make: Callable[[str, int], InFlight], check: Callable[[], None]) -> InFlight:
+        """Takes in the request that `make(key, version)` builds, waiting for room under `max_waiting`. The key, its id
+        in the manager, was never used before, and is no id in flight.
 
         `check` raises when the engine does not take requests; it is asked again after each wait.
         """
@@ -82,7 +79,7 @@ class RequestTracker:
                 # bounded by whatever makes room or ends the engine; the pulse only guards against a lost wake-up
                 self._room.wait(1.0)
                 check()
-            request = make(self.version)
+            request = make(self._new_key(), self.version)
             if request.request_id in self._by_id:
                 raise InvalidRequestError(
                     f"request_id {request.request_id!r} is already in flight; use another or wait for its result"
@@ -103,6 +100,12 @@ class RequestTracker:
         """Asks for the end of a request. False if none of that id is in flight."""
         with self.lock:
             request = self._by_id.get(request_id)
+            return request is not None and self._end_early(request, FinishReason.ABORT)
+
+    def cancel_key(self, key: str) -> bool:
+        """Asks for the end of the one request that has this key; its id may have been taken by another since."""
+        with self.lock:
+            request = self._in_flight.get(key)
             return request is not None and self._end_early(request, FinishReason.ABORT)
 
     def flip(self, version: int, progress: "Mapping[str, Progress]") -> int:
@@ -204,6 +207,11 @@ class RequestTracker:
         self._on_exit(error)
 
     # ------------------------------------------------------------------------------------------------ under the lock
+
+    def _new_key(self) -> str:
+        while (key := f"rollsync-{next(self._keys)}") in self._by_id:
+            pass  # a caller has given a request of its own this id
+        return key
 
     def _feed(self) -> None:
         assert self.runner is not None
