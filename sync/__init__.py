@@ -1,0 +1,19 @@
+"""New weights for engines that keep generating: stage while they do, commit in the shortest possible pause."""
+
+from sync.config import SyncConfig
+from sync.errors import ManifestError, SyncError, SyncTimeoutError
+from sync.manifest import TensorSpec
+from sync.report import SyncReport
+from sync.source import WeightSource
+from sync.weight_sync import WeightSync
+
+__all__ = [
+    "ManifestError",
+    "SyncConfig",
+    "SyncError",
+    "SyncReport",
+    "SyncTimeoutError",
+    "TensorSpec",
+    "WeightSource",
+    "WeightSync",
+]

@@ -1,0 +1,57 @@
+"""Where new weights come from."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from sync.errors import SyncError
+from sync.manifest import TensorSpec, held_tensors
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Weights that can say what they are before they are gathered, so that a mismatch costs nothing."""
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape and dtype of each tensor, by the name it has in the engine's module. Gathers nothing."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The tensors that `specs` promised, in any order, each complete when it is handed out."""
+
+
+Source = nn.Module | Mapping[str, Tensor] | WeightSource | Iterable[tuple[str, Tensor]]
+"""All that `publish` takes."""
+
+
+class TensorMap:
+    """A WeightSource over tensors at hand."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise SyncError(f"only tensors can be published, {name} is a {type(tensor).__name__}")
+        self._tensors = tensors
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors.items())
+
+
+def as_source(source: Source) -> WeightSource | Iterable[tuple[str, Tensor]]:
+    """The source as a WeightSource where its names are known beforehand, else the bare iterable that it is. A module
+    offers each of its parameters and persistent buffers once, under the first of its names."""
+    if isinstance(source, nn.Module):
+        return TensorMap({held.names[0]: held.tensor for held in held_tensors(source)})
+    if isinstance(source, Mapping):
+        return TensorMap(source)
+    if isinstance(source, WeightSource):
+        return source
+    if isinstance(source, str) or not isinstance(source, Iterable):
+        raise SyncError(
+            f"cannot publish a {type(source).__name__}; give a module, a dict of tensors, a WeightSource, or an "
+            "iterable of (name, tensor)"
+        )
+    return source

@@ -1,0 +1,117 @@
+"""When a training loop publishes."""
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import SGD
+
+from sync import SyncError, SyncReport
+from trainer_adapters import AdapterError, PolicyView, SyncOnStep
+
+
+class Publisher:
+    """Stands in for a WeightSync: keeps the weight that each publish would have carried."""
+
+    def __init__(self) -> None:
+        self.published: list[float] = []
+
+    def publish(self, source: Any, *, timeout_s: float) -> SyncReport:
+        self.published.append(dict(source.tensors())["weight"].item())
+        return SyncReport(
+            version=len(self.published),
+            num_bytes=4,
+            num_tensors=1,
+            stage_s=0.0,
+            pause_wait_s=0.0,
+            commit_s=0.0,
+            straddlers=0,
+            fenced=(),
+            transport="in_process",
+        )
+
+
+def counter() -> tuple[nn.Linear, SGD]:
+    """A weight that each step makes larger by one."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, SGD(model.parameters(), lr=1.0)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    (-model(torch.ones(1, 1)).sum()).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("every", "published"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (8, [])])
+def test_publishes_the_new_weights_after_every_nth_step(every: int, published: list[float]) -> None:
+    (model, optimizer), publisher = counter(), Publisher()
+    with SyncOnStep(publisher, PolicyView(model), optimizer, every_n_steps=every):
+        for _ in range(7):
+            step(model, optimizer)
+    assert publisher.published == published
+
+
+def test_publishes_nothing_before_it_is_entered_or_after_it_is_left() -> None:
+    (model, optimizer), publisher = counter(), Publisher()
+    sync_on_step = SyncOnStep(publisher, PolicyView(model), optimizer)
+    step(model, optimizer)
+    assert sync_on_step.last_report is None
+    with sync_on_step:
+        step(model, optimizer)
+    step(model, optimizer)
+    assert publisher.published == [2]
+    assert sync_on_step.last_report is not None
+    assert sync_on_step.last_report.version == 1
+
+
+def test_hook_is_removed_when_the_loop_fails() -> None:
+    (model, optimizer), publisher = counter(), Publisher()
+    with pytest.raises(KeyError), SyncOnStep(publisher, PolicyView(model), optimizer):
+        raise KeyError
+    step(model, optimizer)
+    assert publisher.published == []
+
+
+def test_accumulated_micro_steps_of_accelerate_publish_once() -> None:
+    publisher = Publisher()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, optimizer = accelerator.prepare(*counter())
+    with SyncOnStep(publisher, PolicyView(model), optimizer):
+        for _ in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(-model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert publisher.published == pytest.approx([1, 2])
+
+
+def test_failed_publish_raises_out_of_the_step() -> None:
+    class Broken(Publisher):
+        def publish(self, source: Any, *, timeout_s: float) -> SyncReport:
+            raise SyncError("no engine took version 1")
+
+    model, optimizer = counter()
+    with (
+        SyncOnStep(Broken(), PolicyView(model), optimizer),
+        pytest.raises(SyncError, match="no engine took version 1"),
+    ):
+        step(model, optimizer)
+
+
+def test_entering_twice_is_refused() -> None:
+    model, optimizer = counter()
+    with (
+        SyncOnStep(Publisher(), PolicyView(model), optimizer) as sync_on_step,
+        pytest.raises(AdapterError, match="entered already"),
+    ):
+        sync_on_step.__enter__()
+
+
+def test_every_n_steps_must_be_at_least_one() -> None:
+    model, optimizer = counter()
+    with pytest.raises(AdapterError, match="every_n_steps must be at least 1, got 0"):
+        SyncOnStep(Publisher(), PolicyView(model), optimizer, every_n_steps=0)

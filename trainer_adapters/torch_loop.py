@@ -1,0 +1,67 @@
+"""Weight sync for a hand-written training loop."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from sync import SyncReport, WeightSource, WeightSync
+from trainer_adapters.errors import AdapterError
+
+
+class SyncOnStep:
+    """Publishes the policy after every n-th real step of the optimizer, before `step()` returns.
+
+        with SyncOnStep(weight_sync, PolicyView(model), optimizer):
+            ...train...
+
+    A step that accelerate leaves out (gradient accumulation, an fp16 overflow) is not a real step and publishes
+    nothing. A publish that fails raises out of `step()`. At exit the hook is removed.
+    """
+
+    def __init__(
+        self,
+        weight_sync: WeightSync,
+        policy: WeightSource | nn.Module,
+        optimizer: Optimizer,
+        every_n_steps: int = 1,
+        *,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """`optimizer` may be accelerate's wrapper; `timeout_s` bounds each publish."""
+        if every_n_steps < 1:
+            raise AdapterError(f"every_n_steps must be at least 1, got {every_n_steps}")
+        self._weight_sync = weight_sync
+        self._policy = policy
+        # Accelerate's AcceleratedOptimizer is an Optimizer that runs no hooks; the one it wraps, `.optimizer`, does.
+        self._optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._every_n_steps = every_n_steps
+        self._timeout_s = timeout_s
+        self._hook: RemovableHandle | None = None
+        self._num_steps = 0
+        self._last_report: SyncReport | None = None
+
+    @property
+    def last_report(self) -> SyncReport | None:
+        """The report of the newest publish; None before the first."""
+        return self._last_report
+
+    def __enter__(self) -> Self:
+        if self._hook is not None:
+            raise AdapterError("this SyncOnStep is entered already; make another for another loop")
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._hook is not None
+        self._hook.remove()
+        self._hook = None
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._num_steps += 1
+        if self._num_steps % self._every_n_steps == 0:
+            self._last_report = self._weight_sync.publish(self._policy, timeout_s=self._timeout_s)
