@@ -216,6 +216,15 @@ def test_mismatch_is_refused_before_the_engine_changes(message: str, as_iterable
         assert weight_sync.publish(tiny_llama(seed=2)).version == 1
 
 
+def test_source_with_specs_is_refused_before_it_gathers_anything() -> None:
+    class Gathering(TensorMap):
+        def tensors(self) -> Iterator[tuple[str, Tensor]]:
+            raise AssertionError("gathered")
+
+    with own(tiny_llama()) as engine, WeightSync(engine) as weight_sync, pytest.raises(ManifestError, match="missing"):
+        weight_sync.publish(Gathering(_without_norm(tiny_llama(seed=1))))
+
+
 @pytest.mark.parametrize("dropped", ["lm_head.weight", "model.embed_tokens.weight"])
 def test_tied_weight_may_come_under_either_name_and_stays_tied(dropped: str) -> None:
     trainer = tiny_llama(seed=1, tie_word_embeddings=True)
@@ -327,6 +336,18 @@ def test_failed_engine_is_named_and_the_others_go_on_and_the_same_version_repair
         assert (repaired.version, repaired.fenced) == (1, ())
         assert [engine.version for engine in engines] == [1, 1]
         assert [engine.stats().updates for engine in engines] == [1, 1]
+        assert_equal(weights(engines[0].model), weights(trainer))
+
+
+def test_engine_that_was_too_slow_for_a_version_gets_it_when_it_is_published_again() -> None:
+    trainer = tiny_llama(seed=1)
+    engines = [own(tiny_llama()), own(tiny_llama())]
+    with engines[0], engines[1], WeightSync(engines) as weight_sync:
+        with busy_control_thread(engines[0]):
+            report = weight_sync.publish(trainer, timeout_s=1.0)
+        assert (report.version, report.fenced) == (1, ("engine[0]",))
+        assert [engine.version for engine in engines] == [0, 1]
+        assert weight_sync.publish(trainer, version=1).fenced == ()
         assert_equal(weights(engines[0].model), weights(trainer))
 
 

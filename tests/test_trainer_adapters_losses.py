@@ -107,13 +107,13 @@ def test_importance_weight_is_truncated() -> None:
 
 
 def test_importance_weight_has_no_gradient() -> None:
+    # One step per batch, the proximal policy is the current one: r = 1 has the gradient, w = 2 (truncated) has none.
     logprobs = torch.tensor([[-1.0]], requires_grad=True)
-    old = torch.tensor([[-1.2]])
-    # One step per batch: the proximal policy is the current one. The gradient is w * A, not 2 * w * A.
+    old = torch.tensor([[-1.0 - math.log(50)]])
     loss, _ = grpo_loss(logprobs, old, torch.ones(1), torch.ones(1, 1), proximal_logprobs=logprobs)
     loss.backward()
     assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(-math.exp(0.2), abs=1e-5)
+    assert logprobs.grad.item() == pytest.approx(-2.0, abs=1e-5)
 
 
 def test_loss_is_the_mean_over_unmasked_tokens_of_the_batch() -> None:
@@ -141,13 +141,13 @@ def test_fully_masked_batch_gives_zero_loss_and_zero_gradient() -> None:
 
 
 def test_masked_positions_may_hold_anything() -> None:
-    logprobs = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
-    old = torch.tensor([[-1.0, -math.inf, math.nan]])
-    loss, metrics = grpo_loss(logprobs, old, torch.ones(1), torch.tensor([[1, 0, 0]]))
+    logprobs = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-1.0, -math.inf, math.nan, math.inf]])
+    loss, metrics = grpo_loss(logprobs, old, torch.ones(1), torch.tensor([[1, 0, 0, 0]]))
     loss.backward()
     assert logprobs.grad is not None
     assert loss.item() == -1.0
-    assert logprobs.grad.tolist() == [[-1.0, 0.0, 0.0]]
+    assert logprobs.grad.tolist() == [[-1.0, 0.0, 0.0, 0.0]]
     assert metrics.ratio_max == 1.0
 
 

@@ -1,9 +1,14 @@
 """What a model in training offers to an engine."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from sync import WeightSource
 from trainer_adapters import AdapterError, PolicyView
@@ -64,13 +69,39 @@ def test_model_is_not_altered_by_being_read() -> None:
 def test_parameter_replaced_after_construction_is_the_one_offered() -> None:
     model = small()
     view = PolicyView(model)
+    list(view.tensors())
     model[0].weight = nn.Parameter(torch.full((4, 3), 7.0))
     assert torch.equal(dict(view.tensors())["0.weight"], torch.full((4, 3), 7.0))
 
 
-def test_wrapped_model_is_refused_with_the_remedy() -> None:
-    with pytest.raises(AdapterError, match=r"got a DataParallel; pass the module inside"):
-        PolicyView(DataParallel(small()))
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_model_is_refused_and_the_module_inside_it_is_not() -> None:
+    ddp = DistributedDataParallel(small())
+    with pytest.raises(AdapterError, match=r"got a DistributedDataParallel; pass the module inside it .*ddp\.module"):
+        PolicyView(ddp)
+    assert PolicyView(ddp.module).specs().keys() == small().state_dict().keys()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(AdapterError, match="got a FSDPLinear"):
+        PolicyView(nn.Sequential(fully_shard(model[0], mesh=init_device_mesh("cpu", (1,))), model[1]))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_parameter_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
+    with pytest.raises(AdapterError, match=r"weight is sharded .*full_tensor\(\)"):
+        PolicyView(model)
 
 
 @pytest.mark.parametrize("package", ["peft.tuners.lora.layer", "deepspeed.runtime.engine"])

@@ -81,11 +81,11 @@ def grpo_loss(
     counted = mask.bool()
     behaviour = old_logprobs.detach()
     proximal = behaviour if proximal_logprobs is None else proximal_logprobs.detach()
-    # Bounded as logarithms: exp of a large one is inf, and its gradient 0 * inf = NaN. Masked before: a masked position
-    # may hold any value.
+    # Bounded as logarithms: exp of a large one is inf, and its gradient 0 * inf = NaN. Masked first, for the same reason:
+    # a masked position may hold any value.
     log_max = math.log(max_importance)
     log_ratio = torch.where(counted, logprobs - proximal, 0.0)
-    log_weight = torch.where(counted, proximal - behaviour, 0.0)
+    log_weight = proximal - behaviour
     ratio = log_ratio.clamp(max=log_max).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     weight = log_weight.clamp(max=log_max).exp()
