@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Literal, Self, overload
 
 import torch
+from torch import Tensor
 
 from rollout import EngineState, GenerationEngine, RolloutError, UpdateRecord
 from sync.config import SyncConfig
@@ -135,24 +136,11 @@ class WeightSync:
             for manifest in self._stagings:
                 manifest.check(specs)
             offer = offer.tensors()
-        addresses = self._addresses()
         if not again:
             self._staged_version = None
             for staging in self._stagings.values():
                 staging.clear()
-        for name, tensor in offer:
-            if (tensor.device, tensor.data_ptr()) in addresses and tensor.numel():
-                raise SyncError(
-                    f"an engine runs on the very tensor that the source offers as {name}, so there is nothing to "
-                    "publish; change it in place instead: `with engine.update(): optimizer.step()`, or give the engine "
-                    "weights of its own with copy_weights=True"
-                )
-            if time.monotonic() > deadline:
-                raise SyncTimeoutError(f"staging version {version} took longer than {timeout_s} s, at {name}")
-            for staging in self._stagings.values():
-                staging.put(name, tensor)
-        for staging in self._stagings.values():
-            staging.seal()
+        self._fill(offer, version, deadline, timeout_s)
         self._staged_version = version
         behind = {
             name: staging
@@ -167,6 +155,23 @@ class WeightSync:
             num_tensors=len(largest.buffers),
             stage_s=time.perf_counter() - began,
         )
+
+    def _fill(self, offer: Iterable[tuple[str, Tensor]], version: int, deadline: float, timeout_s: float) -> None:
+        """Put all that is offered into each staging."""
+        addresses = self._addresses()
+        for name, tensor in offer:
+            if (tensor.device, tensor.data_ptr()) in addresses and tensor.numel():
+                raise SyncError(
+                    f"an engine runs on the very tensor that the source offers as {name}, so there is nothing to "
+                    "publish; change it in place instead: `with engine.update(): optimizer.step()`, or give the engine "
+                    "weights of its own with copy_weights=True"
+                )
+            if time.monotonic() > deadline:
+                raise SyncTimeoutError(f"staging version {version} took longer than {timeout_s} s, at {name}")
+            for staging in self._stagings.values():
+                staging.put(name, tensor)
+        for staging in self._stagings.values():
+            staging.seal()
 
     def _stagings_of_targets(self) -> dict[str, Staging]:
         """The staging of each target; engines that hold the same tensors share one."""
@@ -209,7 +214,7 @@ class WeightSync:
                 if not call.cancel():
                     # It is still copying: were the buffers used again, the engine would get a mixture.
                     self._drop_staging()
-            elif cause := _failure_of(call):
+            elif (cause := _failure_of(call)) is not None:
                 failures[name] = cause
             else:
                 records.append(call.result())
