@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import StepGate, greedy_reference, mark, marker_llama, random_prompts, tiny_llama
 from torch import Tensor, nn
 
 from rollout import (
@@ -26,7 +27,6 @@ from sync.manifest import Manifest, held_tensors
 from sync.receiver import commit
 from sync.source import TensorMap
 from sync.staging import Staging
-from tests.fakes import greedy_reference, mark, marker_llama, random_prompts, tiny_llama
 
 PROMPT = [5, 17, 33, 8]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=())
@@ -141,10 +141,12 @@ def test_rollout_in_flight_spans_both_versions_and_each_token_is_of_its_own() ->
     mark(trainer, 7)
     params = SamplingParams(max_new_tokens=300, stop_token_ids=())
     with own(marker_llama()) as engine, WeightSync(engine) as weight_sync:
+        gate = StepGate(engine)
         future = engine.submit(PROMPT, params)
-        while not engine.snapshot()[0].token_ids:
-            pass
-        report = weight_sync.publish(trainer, version=7)
+        gate.step(5)
+        committing = weight_sync.publish(trainer, version=7, wait=False)
+        gate.open()
+        report = committing.result(60)
         rollout: Rollout = future.result(60)
     assert report.straddlers == 1
     assert [span.version for span in rollout.version_spans] == [0, 7]

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes import EOS_ID, random_prompts, tiny_llama
 
 from rollout import GenerationEngine, SamplingParams
 from sync import WeightSync
-from tests.fakes import EOS_ID, random_prompts, tiny_llama
 from trainer_adapters import PolicyView, SyncOnStep, group_advantages, grpo_loss, pad_rollouts, token_logprobs
 
 GROUP_SIZE = 4
