@@ -58,8 +58,9 @@ def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
 class WeightWatch:
     """Notices weights that change, move or are replaced.
 
-    It sees every in-place operation (their version counters), every re-pointed `.data`, every replaced Parameter, and,
-    on a CPU, writes through `.data` that reach the one element per tensor that it remembers.
+    It sees in-place operations (by their version counters), re-pointed `.data`, replaced Parameters, and writes that move
+    no counter (through `.data`, or by torch's fused optimizers) where they reach the one element per tensor that it
+    remembers: an optimizer's step reaches nearly all of them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -88,7 +89,7 @@ class WeightWatch:
             if tensor._version != counter or tensor.data_ptr() != address:
                 return name
         if self._elements and not torch.equal(_gather(self._elements), self._probe):
-            return "a weight written through .data"
+            return "a weight (by a fused optimizer, or through .data)"
         return None
 
     def moved(self) -> str | None:
@@ -145,8 +146,7 @@ def _copy_transient_buffers(model: nn.Module, shell: nn.Module) -> None:
 
 
 def _can_probe(tensor: torch.Tensor) -> bool:
-    # On a GPU reading an element back waits for the device; there the version counters must do.
-    return tensor.device.type == "cpu" and tensor.numel() > 0 and tensor.is_contiguous()
+    return tensor.numel() > 0 and tensor.is_contiguous()
 
 
 def _gather(elements: list[torch.Tensor]) -> torch.Tensor:

@@ -113,7 +113,9 @@ def test_the_watch_sees_every_way_to_write() -> None:
     watch = WeightWatch(model)
     ways = {
         "in place": lambda: weight.detach().add_(1.0),
-        "optimizer": lambda: torch.optim.SGD([weight], lr=0.1).step(),
+        "by an optimizer": lambda: torch.optim.AdamW([weight], foreach=False).step(),
+        "by a foreach optimizer": lambda: torch.optim.AdamW([weight], foreach=True).step(),
+        "by a fused optimizer": lambda: torch.optim.AdamW([weight], fused=True).step(),
         "through .data": lambda: weight.data.mul_(1.5),
         "re-pointed": lambda: setattr(weight, "data", weight.data.clone()),
         "load_state_dict": lambda: model.load_state_dict(model.state_dict()),
