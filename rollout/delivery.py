@@ -6,6 +6,7 @@ update would wait for itself.
 
 import heapq
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from rollout.types import Rollout
+
+log = logging.getLogger("rollsync")
 
 LONGEST_WAIT_S = 3600.0
 
@@ -44,16 +47,25 @@ class Delivery:
         """Hands a result over. Never blocks."""
         self._queue.put((future, rollout))
 
+    def is_current(self) -> bool:
+        """Whether the caller is on this thread: in a callback."""
+        return threading.current_thread() is self._thread
+
     def stop(self, timeout_s: float) -> None:
         """Resolves what was handed over, then ends the thread (after the callback, if called from one)."""
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:
+        if not self.is_current():
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             future, rollout = item
-            future.set_result(rollout)
+            try:
+                future.set_result(rollout)
+            except BaseException:
+                # Future logs a callback's Exception, but lets SystemExit and the like through, with which this thread
+                # would end and everybody else's results with it.
+                log.exception("a callback of request %s raised", future.request_id)
 
 
 class Alarms:

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
 
 from rollout import requests
 from rollout.config import EngineConfig
@@ -82,29 +82,10 @@ class GenerationEngine:
         )
         self._control = ControlThread()
         try:
-            self._manager = RolloutManager(
-                self._model,
-                upstream_config,
-                self._tracker,
-                paged_attention=paged,
-                autocast_dtype=self.config.autocast_dtype,
-                num_threads=self.config.num_threads,
-            )
-        except (AttributeError, TypeError, NotImplementedError) as error:
+            self._manager = self._make_manager(upstream_config, paged)
+        except BaseException:
             self._close_threads()
-            raise InvalidRequestError(
-                f"transformers' continuous batching cannot run {type(model).__name__} ({error}); it supports models that "
-                "follow its attention and cache interfaces, such as Llama, Qwen, Mistral, Gemma and Phi"
-            ) from error
-        except (MemoryError, ValueError, RuntimeError) as error:
-            self._close_threads()
-            raise InvalidRequestError(
-                f"an engine of these sizes cannot be made ({error}): num_blocks={upstream_config.num_blocks}, "
-                f"page_size={upstream_config.page_size}, max_batch_tokens={upstream_config.max_batch_tokens}, "
-                f"max_requests={upstream_config.max_requests_per_batch}, with "
-                f"{psutil.virtual_memory().available / 2**30:.1f} GiB of memory available; lower num_blocks or "
-                "max_batch_tokens"
-            ) from error
+            raise
         self._tracker.runner = _Runner(self._manager)
         self._limits = requests.Limits(
             vocab_size=self._model.get_input_embeddings().num_embeddings,
@@ -257,6 +238,8 @@ class GenerationEngine:
     ) -> list[Rollout]:
         """One rollout for each prompt, in their order. If one prompt cannot work, none is submitted."""
         self._updater.refuse_inside("generate()")
+        if self._tracker.is_delivering():
+            raise EngineStateError("generate() in a future's callback would wait for itself; use submit() there")
         params = requests.check_params(params)
         prompts = requests.check_prompts(prompts)
         for number, prompt in enumerate(prompts):
@@ -354,6 +337,31 @@ class GenerationEngine:
         )
 
     # ------------------------------------------------------------------------------------------------------ inside
+
+    def _make_manager(self, config: ContinuousBatchingConfig, paged: bool) -> RolloutManager:
+        """InvalidRequestError for settings and models that cannot work."""
+        try:
+            return RolloutManager(
+                self._model,
+                config,
+                self._tracker,
+                paged_attention=paged,
+                autocast_dtype=self.config.autocast_dtype,
+                num_threads=self.config.num_threads,
+            )
+        except (AttributeError, TypeError, NotImplementedError) as error:
+            raise InvalidRequestError(
+                f"transformers' continuous batching cannot run {type(self._model).__name__} ({error}); it supports models "
+                "that follow its attention and cache interfaces, such as Llama, Qwen, Mistral, Gemma and Phi"
+            ) from error
+        except (MemoryError, ValueError, RuntimeError) as error:
+            raise InvalidRequestError(
+                f"an engine with these settings cannot be made ({error}): num_blocks={config.num_blocks}, "
+                f"page_size={config.page_size}, max_batch_tokens={config.max_batch_tokens}, "
+                f"max_requests={config.max_requests_per_batch}, with "
+                f"{psutil.virtual_memory().available / 2**30:.1f} GiB of memory available; if it is the sizes, lower "
+                "num_blocks or max_batch_tokens"
+            ) from error
 
     def _check(self, *allowed: EngineState) -> None:
         """Raises what fits the state, unless it is one of `allowed`."""

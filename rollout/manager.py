@@ -93,6 +93,8 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         self.num_threads = num_threads
         self.logit_processor = SamplingRows(config.seed)
         self.output_router = _ListenerRouter(listener)
+        if config.scheduler_type not in _OUR_SCHEDULERS:
+            raise ValueError(f"scheduler_type must be one of {sorted(_OUR_SCHEDULERS)}, got {config.scheduler_type!r}")
         self.continuous_batching_config.scheduler_type = _OUR_SCHEDULERS[config.scheduler_type]
         if paged_attention:
             # after __init__, which refuses names it does not know, and before the cache plans its mask
@@ -447,6 +449,7 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
     router: upstream.OutputRouter
     listener: LoopListener
     last_finished: tuple[str, float] = ("", 0.0)
+    unmatched: frozenset[str] = frozenset()  # cancels of unknown requests, to be tried once more
 
     def finish_request(self, request_id: str) -> None:
         if request_id in self.active_requests:
@@ -459,7 +462,13 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
             self.listener.on_preempted(*self.last_finished)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
+        asked = frozenset(self._requests_to_cancel)
         cancelled: list[RequestState] = super().clear_cancelled_requests()
+        # The loop drains new requests before cancels. One that came between the two, cancel and all, is not known yet
+        # and would run on to its end; by the next step it is. Others have ended, and are not asked for a third time.
+        unknown = asked.difference(state.request_id for state in cancelled)
+        self.unmatched = unknown - self.unmatched
+        self._requests_to_cancel |= self.unmatched
         if cancelled:
             # only a finish reopens the queue after an eviction, and none may come any more
             self.block_new_requests = False
@@ -540,7 +549,10 @@ RELIED_ON: tuple[tuple[type, tuple[str, ...]], ...] = (
         upstream_cache.PagedAttentionCache,
         ("update", "mark_complete_blocks", "free_blocks", "evict_cached_blocks", "compute_free_capacity"),
     ),
-    (upstream_scheduler.Scheduler, ("clear_cancelled_requests", "add_waiting_request", "schedule_batch")),
+    (
+        upstream_scheduler.Scheduler,
+        ("clear_cancelled_requests", "add_waiting_request", "finish_request", "schedule_batch"),
+    ),
     (ModelRunner, ("_sample",)),
     (RequestState, ("to_generation_output", "status")),
     (ContinuousBatchingLogitsProcessorList, ("check_kwargs", "fill_defaults", "prepare_tensor_args")),

@@ -150,6 +150,10 @@ class RequestTracker:
                 return 0.0
             return sum(tokens for _, tokens in self._steps) / max(now - self._steps[0][0], 1e-3)
 
+    def is_delivering(self) -> bool:
+        """Whether the caller is a future's callback."""
+        return self._delivery.is_current()
+
     def wake_waiting(self) -> None:
         """Lets those who wait for room look at the engine's state again."""
         with self._room:
