@@ -78,6 +78,7 @@ class GenerationEngine:
             max_waiting=self.config.max_waiting,
             weights_changed=self._watch.changed,
             on_loss=lambda name: self._lose(_changed_outside(name)),
+            on_death=self._on_death,
             on_exit=self._on_exit,
         )
         self._control = ControlThread()
@@ -129,30 +130,30 @@ class GenerationEngine:
 
     def start(self) -> None:
         """Starts generating. `with engine:` does this and the stop."""
-        with self._tracker.lock:
+        with self._tracker.lock:  # a stop or update on another thread finds it started, or not
             self._check(EngineState.CREATED)
+            self._watch.record()
+            self._manager.start()
             self._state = EngineState.RUNNING
-        self._watch.record()
-        self._manager.start()
         _running.add(self)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Ends generation after the step in progress. What is in flight resolves with its partial rollout (ABORT). Safe
-        to call twice, after a death, and from any thread but one inside `update()`."""
+        to call again, after a death, and from any thread but one inside `update()`; whoever calls it waits for the end."""
         self._updater.refuse_inside("stop()")
         with self._tracker.lock:
-            if self._state == EngineState.STOPPED:
-                return
-            started = self._state != EngineState.CREATED
+            again = self._state == EngineState.STOPPED
             self._state = EngineState.STOPPED
             self._tracker.stopping = True
+        if again and (self._control.is_current() or self._tracker.is_delivering()):
+            return  # the stop under way waits for this very thread
         _running.discard(self)
         self._tracker.wake_waiting()
         # nothing more is run, so that an update that is still in progress cannot let mixed weights loose
         self._manager.hold()
         if not self._control.stop(timeout_s):
             log.warning("an update or call was still running %.3g s after stop(); its thread is left behind", timeout_s)
-        if started and not self._manager.shutdown(timeout_s):
+        if not self._manager.shutdown(timeout_s):
             log.warning("the generation loop did not end within %.3g s of stop(); its thread is left behind", timeout_s)
         self._tracker.end_all(FinishReason.ABORT, "the engine was stopped", {})
         self._tracker.close(timeout_s)
@@ -401,11 +402,16 @@ class GenerationEngine:
                 self._state, self._reason = EngineState.RUNNING, None
                 self._manager.release()
 
+    def _on_death(self, error: BaseException | None) -> None:
+        # the loop's thread, before any request resolves: whoever sees its ERROR sees the engine's state too
+        with self._tracker.lock:
+            if self._state not in (EngineState.STOPPED, EngineState.DEAD):
+                self._state, self._error = EngineState.DEAD, error
+
     def _on_exit(self, error: BaseException | None) -> None:
         # the loop's thread, its last act
+        self._on_death(error)
         with self._tracker.lock:
-            if self._state not in (EngineState.STOPPED,):
-                self._state, self._error = EngineState.DEAD, error
             reason = FinishReason.ABORT if self._tracker.stopping else FinishReason.ERROR
         why = "the engine was stopped" if self._tracker.stopping else f"the generation loop died: {error!r}"
         self._tracker.end_all(reason, why, self._manager.outputs())

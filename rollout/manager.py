@@ -53,6 +53,9 @@ class LoopListener(Protocol):
     def on_step(self, num_tokens: int) -> str | None:
         """A forward has run, its tokens are not yet booked. A reason not to book them, or None."""
 
+    def on_death(self, error: BaseException) -> None:
+        """The loop dies of `error`; its requests are about to be delivered as failed, then `on_exit` comes."""
+
     def on_exit(self, error: BaseException | None) -> None:
         """The loop has ended; `error` is what killed it, None after a stop. Nothing is delivered after this."""
 
@@ -145,7 +148,11 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
                 )
             if not status._paused:
                 status._drop_pause_request()
-                raise EngineDeadError("the generation loop is not running") from status.fatal_error
+                raise EngineDeadError(
+                    "the generation loop is not running"
+                    if status.fatal_error is None
+                    else f"the generation loop died: {status.fatal_error!r}; make a new engine"
+                ) from status.fatal_error
         try:
             yield
         finally:
@@ -266,6 +273,12 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             upstream.ContinuousBatchProcessor._generation_step(processor, self.model)
         processor.cache.plans.clear()
         processor.cache.reset()
+
+    def _handle_critical_error(
+        self, error: Exception, batch_processor: upstream.ContinuousBatchProcessor | None
+    ) -> None:
+        self.listener.on_death(error)
+        super()._handle_critical_error(error, batch_processor)
 
     def _run_generation_loop(self, use_inference_mode: bool) -> None:
         error: BaseException | None = None
@@ -529,7 +542,14 @@ def _next_minor(version: str) -> str:
 RELIED_ON: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
         upstream.ContinuousBatchingManager,
-        ("pause", "cancel_request", "is_running", "_create_batch_processor", "_run_generation_loop"),
+        (
+            "pause",
+            "cancel_request",
+            "is_running",
+            "_create_batch_processor",
+            "_handle_critical_error",
+            "_run_generation_loop",
+        ),
     ),
     (upstream.ContinuousBatchProcessor, ("_update_tp_group_state", "_generation_step", "update_batch")),
     (

@@ -46,6 +46,7 @@ class RequestTracker:
         max_waiting: int | None,
         weights_changed: Callable[[], str | None],
         on_loss: Callable[[str], None],
+        on_death: Callable[[BaseException], None],
         on_exit: Callable[[BaseException | None], None],
     ) -> None:
         self.lock = threading.RLock()
@@ -55,7 +56,8 @@ class RequestTracker:
         self.finished = self.generated_tokens = self.preemptions = 0
         self._room = threading.Condition(self.lock)
         self._max_running, self._max_waiting = max_running, max_waiting
-        self._weights_changed, self._on_loss, self._on_exit = weights_changed, on_loss, on_exit
+        self._weights_changed, self._on_loss = weights_changed, on_loss
+        self._on_death, self._on_exit = on_death, on_exit
         self._keys = itertools.count()
         self._in_flight: dict[str, InFlight] = {}  # by key, oldest first
         self._by_id: dict[str, InFlight] = {}
@@ -206,6 +208,9 @@ class RequestTracker:
             while self._steps[0][0] < now - WINDOW_S:
                 self._steps.popleft()
         return None
+
+    def on_death(self, error: BaseException) -> None:
+        self._on_death(error)
 
     def on_exit(self, error: BaseException | None) -> None:
         self._on_exit(error)
