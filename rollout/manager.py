@@ -8,7 +8,7 @@
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -35,7 +35,9 @@ from transformers.generation.continuous_batching.requests import (
 
 from rollout import attention
 from rollout.errors import EngineDeadError, PauseTimeoutError, RolloutError
+from rollout.requests import check_sample_index
 from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
+from rollout.types import SamplingParams
 
 TESTED_TRANSFORMERS = "5.24"
 
@@ -413,7 +415,10 @@ class SamplingRows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         self._generator = np.random.default_rng(seed)
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        SamplingRow.from_kwargs(kwargs)
+        # what raises here fails one request, and later the loop; ours are checked already, upstream's own are not
+        row = SamplingRow.from_kwargs(kwargs)
+        SamplingParams(temperature=row.temperature, top_k=row.top_k, top_p=row.top_p, seed=row.seed)
+        check_sample_index(row.sample_index)
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.copy_(pack_rows([SamplingRow()], [0.0]))
@@ -579,9 +584,9 @@ RELIED_ON: tuple[tuple[type, tuple[str, ...]], ...] = (
 )
 
 
-def check_upstream() -> None:
+def check_upstream(relied_on: Iterable[tuple[type, Sequence[str]]] = RELIED_ON) -> None:
     """RolloutError, naming what is missing and the tested versions, where transformers lacks what this file uses."""
-    for owner, names in RELIED_ON:
+    for owner, names in relied_on:
         with _named(owner.__name__):
             for name in names:
                 getattr(owner, name)

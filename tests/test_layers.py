@@ -1,0 +1,89 @@
+"""trainer_adapters -> sync -> rollout -> transformers, torch, ray: read from the imports."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("rollout", "sync", "trainer_adapters")
+NEVER_IMPORTED = {"rollout": {"sync", "trainer_adapters"}, "sync": {"trainer_adapters"}, "trainer_adapters": set()}
+MAY_IMPORT: dict[str, set[Path]] = {"ray": set(), "trl": set()}
+"""Which files may need what may not be installed."""
+UPSTREAM_PRIVATE = {
+    "batch_processor",
+    "_wake_up_loop",
+    "background_thread_status",
+    "cache_allocators",
+    "_true_initial_tokens",
+    "hash_to_block",
+    "block_to_hash",
+    "position_offset",
+    "output_router",
+    "input_queue",
+    "SCHEDULER_MAPPING",
+}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.relative_to(ROOT)} imports relatively: say where from"
+            yield str(node.module)
+
+
+def names(path: Path) -> Iterator[str]:
+    """The names and attributes that a file touches."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+
+
+def test_there_is_something_to_read() -> None:
+    assert [path.name for path in sources("rollout")].count("engine.py") == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_layer_never_imports_the_ones_above_it(package: str) -> None:
+    for path in sources(package):
+        tops = {name.split(".")[0] for name in imports(path)}
+        assert not tops & NEVER_IMPORTED[package], path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("optional", MAY_IMPORT)
+def test_what_may_not_be_installed_is_imported_only_where_it_is_needed(optional: str) -> None:
+    users = {
+        path.relative_to(ROOT)
+        for package in PACKAGES
+        for path in sources(package)
+        if optional in {name.split(".")[0] for name in imports(path)}
+    }
+    assert users <= MAY_IMPORT[optional]
+
+
+def test_only_the_manager_touches_upstreams_private_parts() -> None:
+    for package in PACKAGES:
+        for path in sources(package):
+            if path.relative_to(ROOT) != Path("rollout/manager.py"):
+                touched = UPSTREAM_PRIVATE & set(names(path))
+                assert not touched, f"{path.relative_to(ROOT)} touches {sorted(touched)}"
+
+
+def test_only_the_manager_imports_from_inside_continuous_batching() -> None:
+    for package in PACKAGES:
+        for path in sources(package):
+            deep = [n for n in imports(path) if n.startswith("transformers.generation.continuous_batching")]
+            typing_only = path.relative_to(ROOT) == Path("rollout/tracker.py")  # the type of what it is handed
+            assert not deep or typing_only or path.name == "manager.py", f"{path.relative_to(ROOT)} imports {deep}"
