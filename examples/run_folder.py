@@ -50,28 +50,32 @@ class RunFolder:
     def print_summary(self) -> None:
         """The table, how many rollouts span an update, and where the files are."""
         table = Table(box=box.SIMPLE_HEAD)
-        for column in _COLUMNS:
-            table.add_column(column.replace("_", " "), justify="right")
+        for heading in _COLUMNS:
+            table.add_column(heading, justify="right")
         for step in self._steps:
-            table.add_row(*(format(step[key], spec) for key, spec in _COLUMNS.items()))
+            table.add_row(*(format(step[key], spec) for key, spec in _COLUMNS.values()))
         Console().print(table)
         if self._num_rollouts:
             share = self._num_spanning / self._num_rollouts
             print(f"{self._num_spanning} of {self._num_rollouts} rollouts span an update ({share:.0%})")
+        if len(self._steps) >= 6:
+            first, last = (sum(step["reward"] for step in part) / 3 for part in (self._steps[:3], self._steps[-3:]))
+            print(f"mean reward: {first:.2f} in the first three steps, {last:.2f} in the last three")
         print(f"results: {self.path}", flush=True)
 
 
 _COLUMNS = {
-    "step": "d",
-    "reward": ".3f",
-    "tokens_per_s": ".0f",
-    "staleness": "d",
-    "spanning": "d",
-    "pause_wait_ms": ".0f",
-    "pause_held_ms": ".0f",
-    "version": "d",
-    "seconds": ".1f",
+    "step": ("step", "d"),
+    "reward": ("reward", ".3f"),
+    "tokens/s": ("tokens_per_s", ".0f"),
+    "staleness": ("staleness", "d"),
+    "spanning": ("spanning", "d"),
+    "wait ms": ("pause_wait_ms", ".0f"),
+    "held ms": ("pause_held_ms", ".0f"),
+    "version": ("version", "d"),
+    "s": ("seconds", ".1f"),
 }
+"""Heading, key in the metrics, format."""
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
