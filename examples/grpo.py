@@ -6,6 +6,7 @@
 Trainer and engine share one set of parameters. Each group that has been trained makes room for one new prompt, so the
 engine generates the next step's groups while this step's train; the latest of them are in flight when the optimizer
 steps inside `engine.update()`, and go on under the new version. No rollout is more than one version old when it trains.
+A group whose rewards are all equal has nothing to teach: it counts in the reward, and its backward is skipped.
 
 `--seed` fixes the prompts and the sampling noise. Which token an update meets is a matter of time, so runs still differ.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from run_folder import RunFolder
 from smollm2 import ModelNotFoundError, load_model
 from tasks import DEFAULT_TASK, TASKS, Task
 
@@ -37,8 +39,6 @@ UPDATE_TIMEOUT_S = 120.0
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 if the engine failed, 130 after Ctrl-C. Bad arguments exit with 2."""
     parser, args = parse_args(argv)
-    from run_folder import RunFolder
-
     try:
         model, tokenizer = load_model(args.model)
         run = RunFolder(args.out)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run: Any) -> None:
+def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run: RunFolder) -> None:
     """Each step: collect its groups, run them backward one by one, step inside a live update."""
     num_groups = args.prompts_per_step
     prompts = Prompts(tokenizer, task, task.dataset(seed=args.seed, size=args.steps * num_groups), args)
@@ -81,7 +81,7 @@ def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run:
             trained_version = engine.version
             run.write_rollouts(rollouts, step=step, trained_version=trained_version)
 
-            # Rewards that are all equal make all advantages and gradients zero: such a group needs no backward.
+            # Equal rewards make all advantages, and so all gradients, of a group zero.
             mixed = [len({rollout.reward for rollout in group}) > 1 for group in groups]
             num_tokens = sum(
                 sum(r.loss_mask) for group, learns in zip(groups, mixed, strict=True) if learns for r in group
@@ -90,7 +90,7 @@ def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run:
                 if mixed[position]:
                     batch = pad_rollouts([group], pad_id)
                     logits = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-                    logprobs = token_logprobs(logits[:, :-1], batch.targets, args.temperature or 1.0)
+                    logprobs = token_logprobs(logits[:, :-1], batch.targets, args.temperature)
                     loss, loss_metrics = grpo_loss(
                         logprobs,
                         batch.old_logprobs,
@@ -211,9 +211,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     for name in ("temperature", "lr"):
         if not 0 < getattr(args, name) < math.inf:
             parser.error(f"argument --{name}: must be above 0, got {getattr(args, name)}")
-    for package in ("reasoning_gym", "rich"):
-        if importlib.util.find_spec(package) is None:
-            parser.error(f"the package {package} is missing: pip install 'rollsync[demo]'")
+    if importlib.util.find_spec("reasoning_gym") is None:
+        parser.error("the tasks come in the package reasoning-gym: pip install reasoning-gym==0.1.25")
     if args.out is None:
         args.out = Path("runs") / f"grpo-{datetime.now():%Y%m%d-%H%M%S}"
     return parser, args

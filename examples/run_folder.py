@@ -5,10 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from rollout import Rollout
 
 
@@ -49,12 +45,10 @@ class RunFolder:
 
     def print_summary(self) -> None:
         """The table, how many rollouts span an update, and where the files are."""
-        table = Table(box=box.SIMPLE_HEAD)
-        for heading in _COLUMNS:
-            table.add_column(heading, justify="right")
+        print("\n" + "".join(heading.rjust(9) for heading in _COLUMNS))
         for step in self._steps:
-            table.add_row(*(format(step[key], spec) for key, spec in _COLUMNS.values()))
-        Console().print(table)
+            print("".join(format(step[key], spec).rjust(9) for key, spec in _COLUMNS.values()))
+        print()
         if self._num_rollouts:
             share = self._num_spanning / self._num_rollouts
             print(f"{self._num_spanning} of {self._num_rollouts} rollouts span an update ({share:.0%})")
@@ -68,7 +62,7 @@ _COLUMNS = {
     "step": ("step", "d"),
     "reward": ("reward", ".3f"),
     "tokens/s": ("tokens_per_s", ".0f"),
-    "staleness": ("staleness", "d"),
+    "stale": ("staleness", "d"),
     "spanning": ("spanning", "d"),
     "wait ms": ("pause_wait_ms", ".0f"),
     "held ms": ("pause_held_ms", ".0f"),

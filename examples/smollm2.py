@@ -29,6 +29,11 @@ def load_model(name_or_path: str, *, say: Callable[[str], None] = print) -> tupl
     """The causal LM (fp32) and tokenizer: `smollm2`, a transformers folder, or a hub name. ModelNotFoundError."""
     if name_or_path == "smollm2":
         return load_smollm2(say=say)
+    is_path = name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1
+    if is_path and not Path(name_or_path).is_dir():
+        raise ModelNotFoundError(
+            f"there is no folder {name_or_path!r}; give smollm2, a transformers folder or a hub name"
+        )
     try:
         return _load(name_or_path)
     except (OSError, ValueError) as error:
