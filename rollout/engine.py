@@ -141,6 +141,7 @@ class GenerationEngine:
         """Ends generation after the step in progress. What is in flight resolves with its partial rollout (ABORT). Safe
         to call again, after a death, and from any thread but one inside `update()`; whoever calls it waits for the end."""
         self._updater.refuse_inside("stop()")
+        timeout_s = requests.check_limit(timeout_s)
         with self._tracker.lock:
             again = self._state == EngineState.STOPPED
             self._state = EngineState.STOPPED
@@ -273,7 +274,7 @@ class GenerationEngine:
         flight goes on. Parameters must stay where they are: a replaced or re-pointed one fences the engine too.
         """
         self._check(EngineState.RUNNING, EngineState.FENCED)
-        return self._updater.update(version, timeout_s)
+        return self._updater.update(version, requests.check_limit(timeout_s))
 
     def call(
         self, fn: Callable[Concatenate["GenerationEngine", P], R], *args: P.args, **kwargs: P.kwargs

@@ -142,7 +142,13 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             status._pauses_requested += 1
             status._local_pauses_requested.value += 1
             self._wake_up_loop.set()
-            if not status._condition.wait_for(status._pause_predicate, timeout_s):
+            try:
+                ended = status._condition.wait_for(status._pause_predicate, timeout_s)
+            except BaseException:
+                # an interrupt, or a limit beyond the clock's range: a request left behind would park the loop for ever
+                status._drop_pause_request()
+                raise
+            if not ended:
                 status._drop_pause_request()
                 raise PauseTimeoutError(
                     f"the step in progress did not end within {timeout_s:.3g} s, so the pause was not entered; allow "

@@ -3,7 +3,6 @@ request with it."""
 
 import numbers
 import operator
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,9 @@ import torch
 
 from rollout.errors import InvalidRequestError
 from rollout.types import SamplingParams
+
+LONGEST_LIMIT_S = 1e9
+"""Thirty years: no wait of ours goes beyond what the platform's clocks can express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +89,15 @@ def check_label(name: str, value: Any) -> str | None:
 
 def check_timeout(timeout_s: Any) -> float | None:
     """A positive number of seconds or None."""
-    if timeout_s is None:
-        return None
+    return None if timeout_s is None else check_limit(timeout_s, " or None for no limit")
+
+
+def check_limit(timeout_s: Any, otherwise: str = "") -> float:
+    """A positive number of seconds that a clock can wait; `otherwise` completes the message."""
     number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
-    if not number or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+    if not number or not 0 < timeout_s <= LONGEST_LIMIT_S:
         raise InvalidRequestError(
-            f"timeout_s must be a positive, finite number of seconds, or None for no limit; got {timeout_s!r}"
+            f"timeout_s must be a positive, finite number of seconds{otherwise}, got {timeout_s!r}"
         )
     return float(timeout_s)
 

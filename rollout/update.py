@@ -110,17 +110,16 @@ class Updater:
             if not self.manager.uses_graphs:
                 # What was re-pointed before this update is picked up, and an engine that was fenced for it can go on.
                 self.watch.record_addresses()
-            overrun = threading.Event()
-
-            def give_in() -> None:
-                overrun.set()
-                self.lose(f"the body of update() to version {new} took longer than its limit of {timeout_s:.3g} s")
-
-            cancel = self.tracker.alarms.after(timeout_s, give_in)
+            limit = _BodyLimit(
+                lambda: self.lose(
+                    f"the body of update() to version {new} took longer than its limit of {timeout_s:.3g} s"
+                )
+            )
+            cancel = self.tracker.alarms.after(timeout_s, limit.overrun)
             try:
                 yield self.model
                 cancel()
-                if overrun.is_set():
+                if not limit.met():
                     raise PauseTimeoutError(
                         f"the body of update() took {time.monotonic() - entered_at:.3g} s, its limit was {timeout_s:.3g} "
                         "s: requests in flight have ended with what they had, and the engine is fenced until an update "
@@ -133,7 +132,7 @@ class Updater:
                 raise
             except BaseException as error:
                 cancel()
-                if not overrun.is_set():
+                if limit.met():
                     self.fence(f"the update to version {new} failed: {type(error).__name__}: {error}")
                 raise
             record = UpdateRecord(
@@ -164,6 +163,29 @@ class Updater:
 
 class _GivenUpError(EngineStateError):
     """Whoever asked for the pause has gone; nothing has been changed."""
+
+
+class _BodyLimit:
+    """Decides once whether a body kept its limit: an alarm that has gone off already may come late."""
+
+    def __init__(self, lose: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._lose = lose
+        self._met: bool | None = None
+
+    def overrun(self) -> None:
+        """On the alarm's thread: the limit has passed, unless the body was quicker."""
+        with self._lock:
+            if self._met is None:
+                self._met = False
+                self._lose()
+
+    def met(self) -> bool:
+        """On the writer's thread, the body is over: whether it was in time."""
+        with self._lock:
+            if self._met is None:
+                self._met = True
+            return self._met
 
 
 class _Loan:

@@ -46,6 +46,18 @@ def test_a_pause_that_comes_too_late_leaves_the_loop_running() -> None:
         assert future.result(30).finish_reason == FinishReason.LENGTH
 
 
+def test_a_pause_whose_wait_is_broken_off_leaves_the_loop_running() -> None:
+    engine = GenerationEngine(tiny_llama())
+    gate = StepGate(engine)
+    with engine:
+        future = engine.submit([5], greedy(4))
+        gate.wait_for_arrival()
+        with pytest.raises(OverflowError):  # as an interrupt would, it strikes inside the wait
+            engine.manager.pause_within(float("inf")).__enter__()
+        gate.open()
+        assert future.result(30).finish_reason == FinishReason.LENGTH
+
+
 def test_pauses_given_up_at_any_moment_never_park_the_loop() -> None:
     model = tiny_llama()
     with GenerationEngine(model) as engine:

@@ -80,13 +80,13 @@ REFUSED_ARGUMENTS: dict[str, tuple[dict[str, object], str]] = {
     "sample_index 2**63": ({"sample_index": 2**63}, r"sample_index .* below 2\*\*63, got 9223372036854775808"),
     "metadata a list": ({"metadata": [1]}, r"metadata must be a dict or None, got list"),
     "metadata a string": ({"metadata": "x"}, r"metadata must be a dict or None, got str"),
-    "timeout_s 0": ({"timeout_s": 0}, r"timeout_s must be a positive, finite number .*; got 0"),
-    "timeout_s negative": ({"timeout_s": -1.0}, r"timeout_s must be a positive, finite number .*; got -1.0"),
-    "timeout_s nan": ({"timeout_s": float("nan")}, r"timeout_s must be a positive, finite number .*; got nan"),
-    "timeout_s inf": ({"timeout_s": float("inf")}, r"timeout_s .* None for no limit; got inf"),
-    "timeout_s 1e300": ({"timeout_s": 1e300}, r"timeout_s .* None for no limit; got 1e\+300"),
-    "timeout_s a string": ({"timeout_s": "5"}, r"timeout_s must be a positive, finite number .*; got '5'"),
-    "timeout_s a bool": ({"timeout_s": True}, r"timeout_s must be a positive, finite number .*; got True"),
+    "timeout_s 0": ({"timeout_s": 0}, r"timeout_s must be a positive, finite number .*got 0"),
+    "timeout_s negative": ({"timeout_s": -1.0}, r"timeout_s must be a positive, finite number .*got -1.0"),
+    "timeout_s nan": ({"timeout_s": float("nan")}, r"timeout_s must be a positive, finite number .*got nan"),
+    "timeout_s inf": ({"timeout_s": float("inf")}, r"timeout_s .* None for no limit, got inf"),
+    "timeout_s 1e300": ({"timeout_s": 1e300}, r"timeout_s .* None for no limit, got 1e\+300"),
+    "timeout_s a string": ({"timeout_s": "5"}, r"timeout_s must be a positive, finite number .*got '5'"),
+    "timeout_s a bool": ({"timeout_s": True}, r"timeout_s must be a positive, finite number .*got True"),
 }
 
 WORKING_PROMPTS: dict[str, object] = {

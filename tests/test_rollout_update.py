@@ -1,6 +1,7 @@
 """The live update: exclusive, bounded, in place, and fenced when it goes wrong."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -436,3 +437,56 @@ def test_what_waits_when_an_engine_is_fenced_is_ended_too_and_never_comes_back()
         steps = gate.steps
         assert engine.generate([[5]], SHORT)[0].finish_reason == FinishReason.LENGTH
         assert gate.steps == steps + 3, "requests that had ended were run again"
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf"), 1e300, "5", None, True], ids=str)
+def test_a_limit_that_no_clock_can_wait_is_refused_and_parks_nobody(limit: object) -> None:
+    engine = GenerationEngine(tiny_llama())
+    gate = StepGate(engine)
+    with engine:
+        future = engine.submit([5], SHORT)
+        gate.wait_for_arrival()  # so that an update would have to wait
+        with pytest.raises(InvalidRequestError, match="timeout_s must be a positive, finite number of seconds, got"):
+            engine.update(timeout_s=limit)
+        with pytest.raises(InvalidRequestError, match="timeout_s must be a positive, finite number of seconds, got"):
+            engine.stop(timeout_s=limit)
+        gate.open()
+        assert future.result(30).finish_reason == FinishReason.LENGTH
+        assert engine.state == EngineState.RUNNING
+
+
+class AlarmsByHand:
+    """Takes alarms and rings none; a cancel comes too late."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        self.calls.append(call)
+        return lambda: None
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
+def test_an_alarm_that_rings_after_the_body_is_done_fences_nothing() -> None:
+    alarms = AlarmsByHand()
+    with GenerationEngine(marker_llama()) as engine:
+        engine._tracker.alarms.stop(30)
+        engine._tracker.alarms = alarms
+        future = engine.submit([5], ENDLESS)
+        with engine.update() as model:
+            mark(model, 1)
+        (late,) = alarms.calls
+        late()
+        assert (engine.version, engine.state) == (1, EngineState.RUNNING)
+        assert future.result(60).finish_reason == FinishReason.LENGTH
+
+
+def test_an_alarm_that_rings_as_the_body_ends_fences_whatever_the_body_thinks() -> None:
+    alarms = AlarmsByHand()
+    with GenerationEngine(marker_llama()) as engine:
+        engine._tracker.alarms.stop(30)
+        engine._tracker.alarms = alarms
+        with pytest.raises(PauseTimeoutError, match=r"took .* its limit was"), engine.update():
+            alarms.calls[0]()
+        assert (engine.version, engine.state) == (0, EngineState.FENCED)
