@@ -356,8 +356,8 @@ class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
-        # what comes back under this id is prefilled again, under the weights of that moment
-        self.unshareable.discard(request_id)
+        if not no_cache:  # an eviction, after which the request finishes for the scheduler and is queued again
+            self.unshareable.discard(request_id)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
@@ -473,16 +473,24 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
     router: upstream.OutputRouter
     listener: LoopListener
     last_finished: tuple[str, float] = ("", 0.0)
+    last_was_unshareable = False
     unmatched: frozenset[str] = frozenset()  # cancels of unknown requests, to be tried once more
 
     def finish_request(self, request_id: str) -> None:
         if request_id in self.active_requests:
             self.last_finished = (request_id, self.active_requests[request_id].lifespan[0])
+            self.last_was_unshareable = request_id in self.cache.unshareable
         super().finish_request(request_id)
 
     def add_waiting_request(self, state: RequestState) -> None:
         super().add_waiting_request(state)
-        if state._true_initial_tokens and self.last_finished[0] == state.request_id:
+        if self.last_finished[0] != state.request_id:
+            return
+        if state.is_cpu_offloaded:
+            if self.last_was_unshareable:
+                # it comes back with its KV of older weights; a soft reset is prefilled again, under those of then
+                self.cache.unshareable.add(state.request_id)
+        elif state._true_initial_tokens:
             self.listener.on_preempted(*self.last_finished)
 
     def clear_cancelled_requests(self) -> list[RequestState]:

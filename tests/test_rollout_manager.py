@@ -120,6 +120,27 @@ def test_a_held_loop_runs_nothing_and_answers_pauses_and_cancels() -> None:
         assert futures[1].result(30).finish_reason == FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("to_the_cpu", [True, False])
+def test_an_evicted_request_stays_unshareable_only_if_its_kv_comes_back(to_the_cpu: bool) -> None:
+    """The steps of upstream's eviction, by hand: moving KV to the CPU needs pinned memory."""
+    engine = GenerationEngine(tiny_llama())
+    processor = engine.manager.batch_processor
+    scheduler, kv = processor.scheduler, processor.cache
+    state = states.RequestState(request_id="a", initial_tokens=[5, 6], _true_initial_tokens=1)
+    scheduler.active_requests["a"] = state
+    kv.unshareable.add("a")  # there was an update
+    kv.free_blocks("a", no_cache=True)
+    state.is_cpu_offloaded = to_the_cpu
+    scheduler.finish_request("a")
+    scheduler.add_waiting_request(state)
+    assert ("a" in kv.unshareable) == to_the_cpu
+    assert engine.stats().preemptions == (not to_the_cpu)
+    scheduler.waiting_requests.clear()
+    scheduler.finish_request("a")
+    assert kv.unshareable == set()
+    engine.stop()
+
+
 # ---------------------------------------------------------------------------------------------------- upstream's API
 
 
