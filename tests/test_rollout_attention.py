@@ -145,13 +145,13 @@ def test_what_follows_in_the_batch_does_not_matter() -> None:
 
 
 def test_decodes_of_similar_length_share_a_group_and_long_ones_do_not_pad_short_ones() -> None:
-    lengths = [10, 60, 64, 65, 96, 1000]
+    lengths = [10, 60, 64, 65, 96, 97, 144, 145, 1000]
     ends = [0]
     for length in lengths:
         ends.append(ends[-1] + length)
     plan = plan_batch(list(range(len(lengths) + 1)), ends, torch.arange(ends[-1]), window=None, dtype=torch.float32)
     groups = [group.queries.tolist() for group in plan.decodes]
-    assert groups == [[0, 1, 2], [3, 4], [5]]
+    assert groups == [[0, 1, 2], [3, 4], [5, 6], [7], [8]]
     assert plan.prefills == []
     for group in plan.decodes:
         shortest = min(lengths[i] for i in group.queries.tolist())

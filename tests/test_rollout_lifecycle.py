@@ -133,6 +133,8 @@ def test_an_engine_may_start_and_stop_on_other_threads() -> None:
 def test_an_engine_started_in_inference_mode_runs_and_updates_outside_it() -> None:
     model = tiny_llama()
     engine = GenerationEngine(model)
+    modes: set[bool] = set()
+    engine.model.register_forward_pre_hook(lambda *_: modes.add(torch.is_inference_mode_enabled()))
     with torch.inference_mode():
         engine.start()
         assert len(engine.generate([[5]], greedy(3))[0].token_ids) == 3
@@ -140,6 +142,7 @@ def test_an_engine_started_in_inference_mode_runs_and_updates_outside_it() -> No
         pass
     assert engine.generate([[5]], greedy(3))[0].token_ids == greedy_reference(model, [5], 3)
     engine.stop()
+    assert modes == {False}
 
 
 # ------------------------------------------------------------------------------------------------------------- stops
@@ -403,7 +406,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def run_script(body: str) -> subprocess.CompletedProcess:
-    return subprocess.run(script(body), timeout=100, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    return subprocess.run(script(body), timeout=60, capture_output=True, text=True, env=ENVIRONMENT, check=False)
 
 
 def test_a_script_that_forgets_to_stop_exits_by_itself() -> None:
@@ -491,9 +494,10 @@ def test_an_engine_goes_on_after_an_interrupted_generate() -> None:
             with engine.update():
                 pass
             print(engine.version, engine.state, engine.stats().active)
+            print("the interrupted ones", "ran on" if engine.stats().generated_tokens > 20_000 else "ended")
         """
     )
-    assert (code, out) == (0, "[3, 3, 3]\n1 running 0\n"), err
+    assert (code, out) == (0, "[3, 3, 3]\n1 running 0\nthe interrupted ones ended\n"), err
     assert "Traceback" not in err
 
 
@@ -526,11 +530,13 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
         threads, held = threading.active_count(), sizes_of(engine)
         for _ in range(10):
             futures = [
-                engine.submit([5 + i % 50, 6], greedy(1), request_id=f"r{i}", timeout_s=1000, metadata={"i": i})
+                engine.submit([5 + i % 50, 6], greedy(1 + i % 2), request_id=f"r{i}", timeout_s=1000, metadata={"i": i})
                 for i in range(1000)
             ]
             for i in range(0, 1000, 100):
                 futures[i].cancel()
+            with engine.update():
+                pass
             for future in futures:
                 future.result(60)
         wait_until(lambda: sizes_of(engine) == held)
