@@ -188,41 +188,46 @@ class GenerationEngine:
         not be in flight already; None makes one up. Raises InvalidRequestError for what cannot work, EngineStateError
         when the engine is not running.
         """
-        params = requests.check_params(params)
-        ids = requests.check_prompt(prompt_ids, params, self._limits)
-        stop_ids = requests.check_stop_ids(params, self._limits)
-        request_id = requests.check_label("request_id", request_id)
-        group_id = requests.check_label("group_id", group_id)
-        prompt_id = requests.check_label("prompt_id", prompt_id)
-        sample_index = requests.check_sample_index(sample_index)
-        metadata = requests.check_metadata(metadata)
-        timeout_s = requests.check_timeout(timeout_s)
+        return self._submit(
+            prompt_ids,
+            params,
+            size=1,
+            request_id=request_id,
+            group_id=group_id,
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            metadata=metadata,
+            timeout_s=timeout_s,
+        )[0]
 
-        def make(key: str, version: int) -> InFlight:
-            name = request_id if request_id is not None else key
-            return InFlight(
-                key=key,
-                request_id=name,
-                prompt_ids=ids,
-                max_new_tokens=params.max_new_tokens,
-                stop_ids=stop_ids,
-                row=SamplingRow(
-                    temperature=params.temperature,
-                    top_k=params.top_k,
-                    top_p=params.top_p,
-                    seed=params.seed,
-                    sample_index=sample_index,
-                ),
-                group_id=group_id,
-                prompt_id=prompt_id,
-                sample_index=sample_index,
-                metadata=metadata,
-                timeout_s=timeout_s,
-                future=RolloutFuture(name, lambda: self._tracker.cancel_key(key)),
-                version=version,
-            )
-
-        return self._tracker.add(make, lambda: self._check(EngineState.RUNNING)).future
+    def submit_group(
+        self,
+        prompt_ids: Sequence[int] | torch.Tensor,
+        params: SamplingParams | None = None,
+        *,
+        size: int,
+        request_id: str | None = None,
+        group_id: str | None = None,
+        prompt_id: str | None = None,
+        sample_index: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[RolloutFuture]:
+        """Queues `size` samples of one prompt, which is prefilled once. Like `submit`, except that the requests are named
+        `request_id-0`, `request_id-1` and so on, their sample indices count up from `sample_index`, and their group_id, if
+        none is given, is `request_id` or made up. Each can be cancelled alone."""
+        return self._submit(
+            prompt_ids,
+            params,
+            size=requests.check_size(size),
+            request_id=request_id,
+            group_id=group_id,
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            metadata=metadata,
+            timeout_s=timeout_s,
+            is_group=True,
+        )
 
     def cancel(self, request_id: str) -> None:
         """Ends a request: its future resolves with its partial rollout (ABORT). Raises InvalidRequestError if no request
@@ -340,6 +345,60 @@ class GenerationEngine:
 
     # ------------------------------------------------------------------------------------------------------ inside
 
+    def _submit(
+        self,
+        prompt_ids: Any,
+        params: Any,
+        *,
+        size: int,
+        request_id: Any,
+        group_id: Any,
+        prompt_id: Any,
+        sample_index: Any,
+        metadata: Any,
+        timeout_s: Any,
+        is_group: bool = False,
+    ) -> list[RolloutFuture]:
+        params = requests.check_params(params)
+        ids = requests.check_prompt(prompt_ids, params, self._limits)
+        stop_ids = requests.check_stop_ids(params, self._limits)
+        request_id = requests.check_label("request_id", request_id)
+        group_id = requests.check_label("group_id", group_id)
+        prompt_id = requests.check_label("prompt_id", prompt_id)
+        sample_index = requests.check_sample_index(sample_index)
+        metadata = requests.check_metadata(metadata)
+        timeout_s = requests.check_timeout(timeout_s)
+
+        def make(key: str, version: int) -> list[InFlight]:
+            name = request_id if request_id is not None else key
+            return [one(f"{name}-{n}" if is_group else name, name, sample_index + n, version) for n in range(size)]
+
+        def one(name: str, group: str, index: int, version: int) -> InFlight:
+            request = InFlight(
+                request_id=name,
+                prompt_ids=ids,
+                max_new_tokens=params.max_new_tokens,
+                stop_ids=stop_ids,
+                row=SamplingRow(
+                    temperature=params.temperature,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                    seed=params.seed,
+                    sample_index=index,
+                ),
+                group_id=group_id if group_id is not None or not is_group else group,
+                prompt_id=prompt_id,
+                sample_index=index,
+                metadata=metadata,
+                timeout_s=timeout_s,
+                future=RolloutFuture(name, lambda: self._tracker.end_early(request, FinishReason.ABORT)),
+                version=version,
+            )
+            return request
+
+        group = self._tracker.add(make, lambda: self._check(EngineState.RUNNING))
+        return [request.future for request in group]
+
     def _make_manager(self, config: ContinuousBatchingConfig, paged: bool) -> RolloutManager:
         """InvalidRequestError for settings and models that cannot work."""
         try:
@@ -429,13 +488,15 @@ class _Runner:
     def __init__(self, manager: RolloutManager) -> None:
         self._manager = manager
 
-    def start_request(self, request: InFlight) -> None:
+    def start_group(self, group: Sequence[InFlight]) -> None:
+        first = group[0]
+        assert first.key is not None
         self._manager.add(
-            request.key,
-            request.prompt_ids,
-            max_new_tokens=request.max_new_tokens,
-            stop_ids=request.stop_ids,
-            row=request.row,
+            first.key,
+            first.prompt_ids,
+            max_new_tokens=first.max_new_tokens,
+            stop_ids=first.stop_ids,
+            rows=[request.row for request in group],
         )
 
     def cancel_request(self, key: str) -> None:

@@ -21,11 +21,18 @@ def trim(spans: Sequence[VersionSpan], num_tokens: int) -> list[VersionSpan]:
     return [span for span in spans if span.start < num_tokens]
 
 
+def group_keys(leader: str, size: int) -> list[str]:
+    """The manager's ids of a group: the one that prefills, and those that upstream forks from it."""
+    return [leader, *(f"{leader}{FORK}{number}" for number in range(size - 1))]
+
+
+FORK = "__child#"
+
+
 @dataclass(kw_only=True, eq=False)
 class InFlight:
     """One request, as the engine knows it. Guarded by the engine's lock."""
 
-    key: str  # its id in the manager, never used twice: upstream confuses a reused id with its predecessor
     request_id: str
     prompt_ids: list[int]
     max_new_tokens: int
@@ -39,7 +46,8 @@ class InFlight:
     future: RolloutFuture
     version: int  # the version that its next token will be sampled under
     spans: list[VersionSpan] = field(default_factory=list)
-    handed_over: bool = False  # the manager has it
+    # Its id in the manager, once it is there. Never used twice: upstream confuses a reused id with its predecessor.
+    key: str | None = None
     started_at: float | None = None
     prefill_version: int = 0
     num_reprefills: int = 0

@@ -35,6 +35,7 @@ from transformers.generation.continuous_batching.requests import (
 
 from rollout import attention
 from rollout.errors import EngineDeadError, PauseTimeoutError, RolloutError
+from rollout.inflight import FORK
 from rollout.requests import check_sample_index
 from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
 from rollout.types import SamplingParams
@@ -178,15 +179,23 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
     # --------------------------------------------------------------------------------------------------- requests
 
     def add(
-        self, request_id: str, prompt_ids: list[int], *, max_new_tokens: int, stop_ids: Sequence[int], row: SamplingRow
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        rows: Sequence[SamplingRow],
     ) -> None:
-        """Queues a request that the caller has checked. Never blocks."""
+        """Queues a request that the caller has checked, with one sample for each of `rows`: the first has `request_id`, the
+        others `request_id__child#0` and so on. The prompt is prefilled once. Never blocks."""
         state = RequestState(
             request_id=request_id,
             initial_tokens=prompt_ids,
             max_new_tokens=max_new_tokens,
             eos_token_id=list(stop_ids),
-            logit_processor_kwargs=dict(vars(row)),
+            num_children=len(rows) - 1,
+            logit_processor_kwargs={"rows": tuple(rows)},
         )
         self.input_queue.put_nowait(state)
         self._wake_up_loop.set()
@@ -206,7 +215,13 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
 
     def progress(self) -> dict[str, Progress]:
         """How far each request in the scheduler is. Those still in the input queue are not in it."""
-        return {state.request_id: _progress(state) for state in self._states()}
+        progress: dict[str, Progress] = {}
+        for state in self._states():
+            progress[state.request_id] = _progress(state)
+            for unborn in _unborn(state):
+                # it will be forked from what has been prefilled by now
+                progress[unborn] = Progress(started=progress[state.request_id].started, num_sampled=0)
+        return progress
 
     def outputs(self) -> dict[str, GenerationOutput]:
         """What each request in the scheduler has so far."""
@@ -354,6 +369,14 @@ class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
         if state.request_id not in self.unshareable:
             super().mark_complete_blocks(state, complete_blocks)
 
+    def prepare_fork_request(
+        self, src_state: RequestState, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
+    ) -> list[str]:
+        forked: list[str] = super().prepare_fork_request(src_state, dst_req_ids, copy_src_and_dst)
+        if src_state.request_id in self.unshareable:
+            self.unshareable.update(forked)
+        return forked
+
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
         if not no_cache:  # an eviction, after which the request finishes for the scheduler and is queued again
@@ -421,7 +444,9 @@ class SamplingRows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         self._generator = np.random.default_rng(seed)
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        # what raises here fails one request, and later the loop; ours are checked already, upstream's own are not
+        if "rows" in kwargs:
+            return  # ours, checked at submit
+        # upstream's own: what raises here fails one request, later it would be the loop
         row = SamplingRow.from_kwargs(kwargs)
         SamplingParams(temperature=row.temperature, top_k=row.top_k, top_p=row.top_p, seed=row.seed)
         check_sample_index(row.sample_index)
@@ -434,7 +459,7 @@ class SamplingRows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
     ) -> torch.Tensor:
         # position_offset already counts this step's queries: it is the position of the token to be sampled
         rows = [
-            (SamplingRow.from_kwargs(future.state.logit_processor_kwargs), future.state.position_offset)
+            (_row_of(future.state), future.state.position_offset)
             for future in requests_in_batch
             if future.has_new_token
         ]
@@ -476,6 +501,10 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
     last_was_unshareable = False
     unmatched: frozenset[str] = frozenset()  # cancels of unknown requests, to be tried once more
 
+    def reset(self) -> None:
+        super().reset()
+        self.cancelled_unborn: set[str] = set()  # forks that are to be ended as soon as they exist
+
     def finish_request(self, request_id: str) -> None:
         if request_id in self.active_requests:
             self.last_finished = (request_id, self.active_requests[request_id].lifespan[0])
@@ -493,12 +522,37 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
         elif state._true_initial_tokens:
             self.listener.on_preempted(*self.last_finished)
 
+    def _schedule_request(
+        self,
+        state: RequestState,
+        request_tokens: list[int],
+        token_budget: int,
+        request_ids_to_remove_from_waiting: set[str],
+    ) -> None:
+        if state.num_children > 0 and len(request_tokens) == 1:
+            # Upstream keeps the last token for after the fork, and dies of a request that has no other.
+            self._split(state)
+        super()._schedule_request(state, request_tokens, token_budget, request_ids_to_remove_from_waiting)
+
     def clear_cancelled_requests(self) -> list[RequestState]:
         asked = frozenset(self._requests_to_cancel)
+        known = self.active_requests.keys() | self.waiting_requests.keys()
+        for request_id in asked & known:
+            # what is to be forked from it goes on without it
+            self._split(self.active_requests.get(request_id) or self.waiting_requests[request_id])
+        for request_id in asked - known:
+            parent = request_id.rpartition(FORK)[0]
+            state = self.active_requests.get(parent) or self.waiting_requests.get(parent)
+            if state is not None and request_id in _unborn(state):
+                self.cancelled_unborn.add(request_id)
+                self.router.deliver(GenerationOutput(request_id=request_id, prompt_ids=state.initial_tokens))
+        born = self.cancelled_unborn & (self.active_requests.keys() | self.waiting_requests.keys())
+        self.cancelled_unborn -= born
+        self._requests_to_cancel |= born
         cancelled: list[RequestState] = super().clear_cancelled_requests()
         # The loop drains new requests before cancels. One that came between the two, cancel and all, is not known yet
         # and would run on to its end; by the next step it is. Others have ended, and are not asked for a third time.
-        unknown = asked.difference(state.request_id for state in cancelled)
+        unknown = asked.difference(state.request_id for state in cancelled) - self.cancelled_unborn
         self.unmatched = unknown - self.unmatched
         self._requests_to_cancel |= self.unmatched
         if cancelled:
@@ -507,6 +561,16 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
         for state in cancelled:
             self.router.deliver(state.to_generation_output())
         return cancelled
+
+    def _split(self, state: RequestState) -> None:
+        """What would be forked from `state` becomes requests that wait, each to be prefilled by itself."""
+        for request_id in _unborn(state):
+            child = state.create_equivalent_initial_request()
+            child.request_id = request_id
+            child.num_children = 0
+            child._true_initial_tokens = state._true_initial_tokens
+            self.add_waiting_request(child)
+        state.num_children = 0
 
 
 class _Fifo(_TellsWhatHappens, upstream_scheduler.FIFOScheduler):  # type: ignore[misc]
@@ -527,8 +591,22 @@ def _progress(state: RequestState) -> Progress:
     # or not makes no difference, which keeps this right under asynchronous batching too.
     reached = state.position_offset + 1 if state.position_offset else 0
     sampled = max(reached, len(state.initial_tokens)) - prompt
-    started = state.position_offset > 0 or state.status != RequestStatus.PENDING or state._true_initial_tokens > 0
+    started = state.position_offset > 0 or state.status != RequestStatus.PENDING or sampled > 0
     return Progress(started=started, num_sampled=sampled)
+
+
+def _unborn(state: RequestState) -> list[str]:
+    """The ids of the requests that are still to be forked from `state`."""
+    return [f"{state.request_id}{FORK}{number}" for number in range(state.num_children)]
+
+
+def _row_of(state: RequestState) -> SamplingRow:
+    kwargs = state.logit_processor_kwargs
+    if "rows" not in kwargs:
+        return SamplingRow.from_kwargs(kwargs)
+    _, fork, number = state.request_id.rpartition(FORK)
+    row: SamplingRow = kwargs["rows"][int(number) + 1 if fork else 0]
+    return row
 
 
 def _adopt(instance: Any, subclass: type) -> None:
@@ -586,11 +664,18 @@ RELIED_ON: tuple[tuple[type, tuple[str, ...]], ...] = (
     (upstream.OutputRouter, ("deliver", "deliver_batch")),
     (
         upstream_cache.PagedAttentionCache,
-        ("update", "mark_complete_blocks", "free_blocks", "evict_cached_blocks", "compute_free_capacity"),
+        (
+            "update",
+            "mark_complete_blocks",
+            "free_blocks",
+            "evict_cached_blocks",
+            "compute_free_capacity",
+            "prepare_fork_request",
+        ),
     ),
     (
         upstream_scheduler.Scheduler,
-        ("clear_cancelled_requests", "add_waiting_request", "finish_request", "schedule_batch"),
+        ("clear_cancelled_requests", "add_waiting_request", "finish_request", "schedule_batch", "_schedule_request"),
     ),
     (ModelRunner, ("_sample",)),
     (RequestState, ("to_generation_output", "status")),

@@ -102,6 +102,13 @@ def check_limit(timeout_s: Any, otherwise: str = "") -> float:
     return float(timeout_s)
 
 
+def check_size(size: Any) -> int:
+    """The number of samples of a group: an integer of at least 1."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InvalidRequestError(f"size must be an integer of at least 1, got {size!r}")
+    return size
+
+
 def check_sample_index(sample_index: Any) -> int:
     """A non-negative integer."""
     number = isinstance(sample_index, numbers.Integral) and not isinstance(sample_index, bool)

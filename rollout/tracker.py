@@ -10,12 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rollout.delivery import Alarms, Delivery
 from rollout.errors import InvalidRequestError
-from rollout.inflight import InFlight
+from rollout.inflight import InFlight, group_keys
 from rollout.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ WINDOW_S = 10.0  # of the tokens-per-second figure
 class Runner(Protocol):
     """What the tracker needs of the manager."""
 
-    def start_request(self, request: InFlight) -> None: ...
+    def start_group(self, group: Sequence[InFlight]) -> None: ...
 
     def cancel_request(self, key: str) -> None: ...
 
@@ -59,56 +59,59 @@ class RequestTracker:
         self._weights_changed, self._on_loss = weights_changed, on_loss
         self._on_death, self._on_exit = on_death, on_exit
         self._keys = itertools.count()
-        self._in_flight: dict[str, InFlight] = {}  # by key, oldest first
-        self._by_id: dict[str, InFlight] = {}
-        self._backlog: deque[InFlight] = deque()  # not yet with the manager
-        self._running = 0  # with the manager
+        self._in_flight: dict[str, InFlight] = {}  # by request id, oldest first
+        self._running: dict[str, InFlight] = {}  # with the manager, by the key it has there
+        self._backlog: deque[list[InFlight]] = deque()  # groups that are not yet with the manager
         self._steps: deque[tuple[float, int]] = deque()  # (monotonic time, tokens) of the last WINDOW_S
         self._delivery = Delivery()
         self.alarms = Alarms()
 
     # ----------------------------------------------------------------------------------------- the engine's threads
 
-    def add(self, make: Callable[[str, int], InFlight], check: Callable[[], None]) -> InFlight:
-        """Takes in the request that `make(key, version)` builds, waiting for room under `max_waiting`. The key, its id
-        in the manager, was never used before, and is no id in flight.
+    def add(self, make: Callable[[str, int], Sequence[InFlight]], check: Callable[[], None]) -> Sequence[InFlight]:
+        """Takes in the group of requests that `make(key, version)` builds, all or none, waiting for room under
+        `max_waiting`. The key was never used before, and is no id in flight.
 
         `check` raises when the engine does not take requests; it is asked again after each wait.
         """
         with self._room:
             check()
-            while self._max_waiting is not None and len(self._backlog) >= self._max_waiting:
+            while self._max_waiting is not None and self._num_waiting() >= self._max_waiting:
                 # bounded by whatever makes room or ends the engine; the pulse only guards against a lost wake-up
                 self._room.wait(1.0)
                 check()
-            request = make(self._new_key(), self.version)
-            if request.request_id in self._by_id:
-                raise InvalidRequestError(
-                    f"request_id {request.request_id!r} is already in flight; use another or wait for its result"
-                )
-            self._in_flight[request.key] = self._by_id[request.request_id] = request
-            self._backlog.append(request)
+            group = make(self._new_key(), self.version)
+            for request in group:
+                if request.request_id in self._in_flight:
+                    raise InvalidRequestError(
+                        f"request_id {request.request_id!r} is already in flight; use another or wait for its result"
+                    )
+            self._in_flight.update({request.request_id: request for request in group})
+            self._backlog.append(list(group))
             self._feed()
-        if request.timeout_s is not None:
-
-            def time_out() -> None:
-                self._end_early(request, FinishReason.TIMEOUT)
-
-            cancel = self.alarms.after(request.timeout_s, time_out)
-            request.future.add_done_callback(lambda _: cancel())
-        return request
+        for request in group:
+            if request.timeout_s is not None:
+                self._set_alarm(request, request.timeout_s)
+        return group
 
     def cancel(self, request_id: str) -> bool:
         """Asks for the end of a request. False if none of that id is in flight."""
         with self.lock:
-            request = self._by_id.get(request_id)
-            return request is not None and self._end_early(request, FinishReason.ABORT)
+            request = self._in_flight.get(request_id)
+            return request is not None and self.end_early(request, FinishReason.ABORT)
 
-    def cancel_key(self, key: str) -> bool:
-        """Asks for the end of the one request that has this key; its id may have been taken by another since."""
+    def end_early(self, request: InFlight, reason: FinishReason) -> bool:
+        """Asks for the end of this request. False if it has ended already."""
         with self.lock:
-            request = self._in_flight.get(key)
-            return request is not None and self._end_early(request, FinishReason.ABORT)
+            if self._in_flight.get(request.request_id) is not request:
+                return False
+            request.ending = request.ending or reason
+            if request.key is None:
+                self._finish(request, self._rollout(request, None, request.ending))
+            else:
+                assert self.runner is not None
+                self.runner.cancel_request(request.key)
+            return True
 
     def flip(self, version: int, progress: "Mapping[str, Progress]") -> int:
         """At a pause: `version` takes over. Returns how many requests have tokens of older versions and go on."""
@@ -116,7 +119,7 @@ class RequestTracker:
         with self.lock:
             self.version = version
             for request in self._in_flight.values():
-                at = progress.get(request.key)
+                at = None if request.key is None else progress.get(request.key)
                 num_sampled = at.num_sampled if at is not None else 0
                 request.at_update(version, started=at is not None and at.started, num_sampled=num_sampled)
                 straddlers += num_sampled > 0
@@ -125,22 +128,22 @@ class RequestTracker:
     def snapshot(self, outputs: "Mapping[str, GenerationOutput]") -> list[Rollout]:
         """At a pause: the rollouts in flight so far, oldest first."""
         with self.lock:
-            return [self._rollout(request, outputs.get(request.key), None) for request in self._in_flight.values()]
+            return [self._rollout(request, self._of(request, outputs), None) for request in self._in_flight.values()]
 
     def end_all(self, reason: FinishReason, error: str | None, outputs: "Mapping[str, GenerationOutput]") -> None:
         """Ends every request with what `outputs` says it had. What the loop still says of them is dropped."""
         with self.lock:
             assert self.runner is not None
             for request in list(self._in_flight.values()):
-                if request.handed_over:
+                if request.key is not None:
                     self.runner.cancel_request(request.key)
-                self._remove(request, self._rollout(request, outputs.get(request.key), reason, error))
+                self._remove(request, self._rollout(request, self._of(request, outputs), reason, error))
             self._room.notify_all()
 
     def counts(self) -> tuple[int, int]:
         """(with the manager, waiting here)."""
         with self.lock:
-            return self._running, len(self._backlog)
+            return len(self._running), self._num_waiting()
 
     def tokens_per_s(self) -> float:
         """Over the last WINDOW_S seconds."""
@@ -172,7 +175,7 @@ class RequestTracker:
         if not output.request_id.startswith("rollsync-"):
             return False
         with self.lock:
-            request = self._in_flight.get(output.request_id)
+            request = self._running.get(output.request_id)
             if request is None:
                 return True  # it has ended already: a late word about it changes nothing
             error: str | None = None
@@ -191,7 +194,7 @@ class RequestTracker:
     def on_preempted(self, request_id: str, started_at: float) -> None:
         with self.lock:
             self.preemptions += 1
-            request = self._in_flight.get(request_id)
+            request = self._running.get(request_id)
             if request is not None:
                 request.num_reprefills += 1
                 request.started_at = request.started_at or _wall_time(started_at)
@@ -218,30 +221,25 @@ class RequestTracker:
     # ------------------------------------------------------------------------------------------------ under the lock
 
     def _new_key(self) -> str:
-        while (key := f"rollsync-{next(self._keys)}") in self._by_id:
+        while (key := f"rollsync-{next(self._keys)}") in self._in_flight:
             pass  # a caller has given a request of its own this id
         return key
 
+    def _num_waiting(self) -> int:
+        return len(self._in_flight) - len(self._running)
+
     def _feed(self) -> None:
         assert self.runner is not None
-        while self._backlog and self._running < self._max_running:
-            request = self._backlog.popleft()
-            self._running += 1
-            request.handed_over = True
-            self.runner.start_request(request)
+        # a group larger than what can run at once starts alone
+        while (self._backlog and len(self._running) + len(self._backlog[0]) <= max(self._max_running, 1)) or (
+            self._backlog and not self._running
+        ):
+            group = self._backlog.popleft()
+            for request, key in zip(group, group_keys(self._new_key(), len(group)), strict=True):
+                request.key = key
+                self._running[key] = request
+            self.runner.start_group(group)
         self._room.notify_all()
-
-    def _end_early(self, request: InFlight, reason: FinishReason) -> bool:
-        with self.lock:
-            if request.key not in self._in_flight:
-                return False
-            request.ending = request.ending or reason
-            if request.handed_over:
-                assert self.runner is not None
-                self.runner.cancel_request(request.key)
-            else:
-                self._finish(request, self._rollout(request, None, request.ending))
-            return True
 
     def _finish(self, request: InFlight, rollout: Rollout) -> None:
         self._remove(request, rollout)
@@ -249,14 +247,27 @@ class RequestTracker:
             self._feed()
 
     def _remove(self, request: InFlight, rollout: Rollout) -> None:
-        del self._in_flight[request.key]
-        del self._by_id[request.request_id]
-        if request.handed_over:
-            self._running -= 1
+        del self._in_flight[request.request_id]
+        if request.key is not None:
+            del self._running[request.key]
         else:
-            self._backlog.remove(request)
+            group = next(group for group in self._backlog if request in group)
+            group.remove(request)
+            if not group:
+                self._backlog.remove(group)
         self.finished += 1
         self._delivery.resolve(request.future, rollout)
+
+    def _set_alarm(self, request: InFlight, timeout_s: float) -> None:
+        def time_out() -> None:
+            self.end_early(request, FinishReason.TIMEOUT)
+
+        cancel = self.alarms.after(timeout_s, time_out)
+        request.future.add_done_callback(lambda _: cancel())
+
+    @staticmethod
+    def _of(request: InFlight, outputs: "Mapping[str, GenerationOutput]") -> "GenerationOutput | None":
+        return None if request.key is None else outputs.get(request.key)
 
     def _rollout(
         self,
