@@ -1,7 +1,7 @@
 """Settings of one engine."""
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -33,6 +33,9 @@ class EngineConfig:
     """Run the forward under autocast, as a mixed-precision trainer does, so that log-probs match; None: off."""
     prefix_sharing: bool = True
     """Whether requests with equal beginnings share KV blocks. Never across a weight update."""
+    kv_at_update: Literal["keep", "refresh"] = "keep"
+    """What an update does with the KV cache of requests in flight: keep it, or compute it again under the new weights,
+    which costs a prefill each and shows what stale KV costs."""
     continuous_batching: "ContinuousBatchingConfig | None" = None
     """Everything else that upstream offers; the fields above win where they are set."""
 
@@ -43,6 +46,8 @@ class EngineConfig:
             low = minimum.get(name, 1)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise InvalidRequestError(f"{name} must be an integer of at least {low} or None, got {value!r}")
+        if self.kv_at_update not in ("keep", "refresh"):
+            raise InvalidRequestError(f'kv_at_update must be "keep" or "refresh", got {self.kv_at_update!r}')
         if self.autocast_dtype not in (None, torch.bfloat16, torch.float16):
             raise InvalidRequestError(
                 f"autocast_dtype must be torch.bfloat16, torch.float16 or None, got {self.autocast_dtype}"

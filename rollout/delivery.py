@@ -10,8 +10,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Self
 
 from rollout.types import Rollout
 
@@ -33,6 +34,52 @@ class RolloutFuture(Future[Rollout]):
     def cancel(self) -> bool:
         """True if the request was in flight and will now end."""
         return self._cancel_request()
+
+
+class TokenStream:
+    """The tokens of one request as they come: iterate over it. `future` has the whole rollout in the end. Leaving its
+    `with` block, or `close()`, ends a request that is still in flight (ABORT)."""
+
+    def __init__(self) -> None:
+        self.future: RolloutFuture | None = None
+        self._tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._num_seen = 0
+
+    def see(self, token_ids: list[int]) -> None:
+        """On the loop's thread: these are its tokens so far."""
+        for token in token_ids[self._num_seen :]:
+            self._tokens.put(token)
+        self._num_seen = max(self._num_seen, len(token_ids))
+
+    def end(self) -> None:
+        """On the loop's thread: no more will come."""
+        self._tokens.put(None)
+
+    def result(self, timeout_s: float | None = None) -> Rollout:
+        """The whole rollout; waits for its end."""
+        assert self.future is not None
+        return self.future.result(timeout_s)
+
+    def close(self) -> None:
+        """Ends the request if it is in flight."""
+        assert self.future is not None
+        self.future.cancel()
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        token = self._tokens.get()
+        if token is None:
+            self._tokens.put(None)  # for whoever asks again
+            raise StopIteration
+        return token
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Delivery:

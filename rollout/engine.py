@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatching
 from rollout import requests
 from rollout.config import EngineConfig
 from rollout.control import ControlThread
-from rollout.delivery import RolloutFuture
+from rollout.delivery import RolloutFuture, TokenStream
 from rollout.errors import EngineDeadError, EngineFencedError, EngineStateError, InvalidRequestError
 from rollout.inflight import InFlight
 from rollout.manager import RolloutManager
@@ -81,6 +81,8 @@ class GenerationEngine:
             on_death=self._on_death,
             on_exit=self._on_exit,
         )
+        if tokenizer is not None:
+            self._tracker.decode = self._decode
         self._control = ControlThread()
         try:
             self._manager = self._make_manager(upstream_config, paged)
@@ -104,6 +106,7 @@ class GenerationEngine:
             fence=self._fence,
             lose=self._lose,
             unfence=self._unfence,
+            refresh_kv=self.config.kv_at_update == "refresh",
         )
 
     @classmethod
@@ -159,6 +162,19 @@ class GenerationEngine:
         self._tracker.end_all(FinishReason.ABORT, "the engine was stopped", {})
         self._tracker.close(timeout_s)
 
+    def restart(self) -> None:
+        """Brings an engine back whose generation loop died, with an empty KV cache and at the same version. What was in
+        flight has ended; submit it again, with `resume_from` to go on where it was."""
+        with self._tracker.lock:
+            self._check(EngineState.DEAD)
+            if not self._manager.shutdown(STOP_TIMEOUT_S):
+                raise EngineStateError("the dead loop's thread has not ended yet; try again")
+            config, paged = upstream_settings(self.config, self._model)
+            self._manager = self._updater.manager = self._make_manager(config, paged)
+            self._tracker.runner = _Runner(self._manager)
+            self._state, self._error = EngineState.RUNNING, None
+        self._manager.start()
+
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -181,12 +197,18 @@ class GenerationEngine:
         sample_index: int = 0,
         metadata: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        resume_from: Rollout | None = None,
     ) -> RolloutFuture:
         """Queues one request; its future always resolves with a Rollout, whatever happens.
 
         `timeout_s` counts from now, waiting included; the rollout then ends with what it has (TIMEOUT). `request_id` must
         not be in flight already; None makes one up. Raises InvalidRequestError for what cannot work, EngineStateError
         when the engine is not running.
+
+        `resume_from`: a partial rollout of this prompt, from here or elsewhere. The new one goes on after its tokens, with
+        what is left of `max_new_tokens`, its spans and log-probs joined, and with a seed the same noise; its ids, sample
+        index and metadata are taken over where they are not given. Refused if its newest token is of a version that this
+        engine does not have yet.
         """
         return self._submit(
             prompt_ids,
@@ -198,7 +220,25 @@ class GenerationEngine:
             sample_index=sample_index,
             metadata=metadata,
             timeout_s=timeout_s,
+            resume_from=resume_from,
         )[0]
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int] | torch.Tensor,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> TokenStream:
+        """Queues one request and gives its tokens as they come: `for token_id in engine.stream(prompt_ids): ...`. The
+        iteration ends when the request does, however that is; `stream.result()` is its rollout. Leave early with
+        `stream.close()` or a `with` block."""
+        stream = TokenStream()
+        (stream.future,) = self._submit(
+            prompt_ids, params, size=1, request_id=request_id, timeout_s=timeout_s, stream=stream
+        )
+        return stream
 
     def submit_group(
         self,
@@ -351,25 +391,33 @@ class GenerationEngine:
         params: Any,
         *,
         size: int,
-        request_id: Any,
-        group_id: Any,
-        prompt_id: Any,
-        sample_index: Any,
-        metadata: Any,
-        timeout_s: Any,
+        request_id: Any = None,
+        group_id: Any = None,
+        prompt_id: Any = None,
+        sample_index: Any = 0,
+        metadata: Any = None,
+        timeout_s: Any = None,
         is_group: bool = False,
+        resume_from: Any = None,
+        stream: TokenStream | None = None,
     ) -> list[RolloutFuture]:
         params = requests.check_params(params)
         ids = requests.check_prompt(prompt_ids, params, self._limits)
         stop_ids = requests.check_stop_ids(params, self._limits)
+        requests.check_stop_strings(params, self.tokenizer)
+        partial = requests.check_partial(resume_from, ids, params)
         request_id = requests.check_label("request_id", request_id)
         group_id = requests.check_label("group_id", group_id)
         prompt_id = requests.check_label("prompt_id", prompt_id)
         sample_index = requests.check_sample_index(sample_index)
         metadata = requests.check_metadata(metadata)
         timeout_s = requests.check_timeout(timeout_s)
+        if partial is not None:
+            group_id, prompt_id = group_id or partial.group_id, prompt_id or partial.prompt_id
+            sample_index, metadata = sample_index or partial.sample_index, metadata or partial.metadata
 
         def make(key: str, version: int) -> list[InFlight]:
+            requests.check_not_newer(partial, version)
             name = request_id if request_id is not None else key
             return [one(f"{name}-{n}" if is_group else name, name, sample_index + n, version) for n in range(size)]
 
@@ -379,6 +427,7 @@ class GenerationEngine:
                 prompt_ids=ids,
                 max_new_tokens=params.max_new_tokens,
                 stop_ids=stop_ids,
+                stop=params.stop,
                 row=SamplingRow(
                     temperature=params.temperature,
                     top_k=params.top_k,
@@ -393,11 +442,17 @@ class GenerationEngine:
                 timeout_s=timeout_s,
                 future=RolloutFuture(name, lambda: self._tracker.end_early(request, FinishReason.ABORT)),
                 version=version,
+                resumed=partial,
+                stream=stream,
             )
             return request
 
         group = self._tracker.add(make, lambda: self._check(EngineState.RUNNING))
         return [request.future for request in group]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def _make_manager(self, config: ContinuousBatchingConfig, paged: bool) -> RolloutManager:
         """InvalidRequestError for settings and models that cannot work."""
@@ -409,6 +464,7 @@ class GenerationEngine:
                 paged_attention=paged,
                 autocast_dtype=self.config.autocast_dtype,
                 num_threads=self.config.num_threads,
+                decode=None if self.tokenizer is None else self._decode,
             )
         except (AttributeError, TypeError, NotImplementedError) as error:
             raise InvalidRequestError(
@@ -436,7 +492,9 @@ class GenerationEngine:
             case EngineState.FENCED:
                 raise EngineFencedError(f"the engine is fenced: {self._reason}")
             case EngineState.DEAD:
-                raise EngineDeadError(f"the generation loop died: {self._error!r}; make a new engine") from self._error
+                raise EngineDeadError(
+                    f"the generation loop died: {self._error!r}; engine.restart() brings it back"
+                ) from self._error
             case EngineState.STOPPED:
                 raise EngineStateError("the engine is stopped; make a new one")
 
@@ -497,6 +555,10 @@ class _Runner:
             max_new_tokens=first.max_new_tokens,
             stop_ids=first.stop_ids,
             rows=[request.row for request in group],
+            stop=first.stop,
+            token_ids=first.token_ids_before,
+            logprobs=first.logprobs_before,
+            streaming=first.stream is not None,
         )
 
     def cancel_request(self, key: str) -> None:

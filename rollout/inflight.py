@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.delivery import RolloutFuture
+from rollout.delivery import RolloutFuture, TokenStream
 from rollout.sampling import SamplingRow
 from rollout.types import FinishReason, Rollout, Timings, VersionSpan
 
@@ -14,6 +14,13 @@ def stamp(spans: list[VersionSpan], num_sampled: int, version: int) -> list[Vers
     """The spans after a version change with `num_sampled` tokens sampled before it."""
     kept = [span for span in spans if span.start < num_sampled]
     return [*kept, VersionSpan(num_sampled, version)]
+
+
+def continued(spans: Sequence[VersionSpan], num_tokens: int, version: int) -> list[VersionSpan]:
+    """The spans of a partial rollout of `num_tokens` tokens that goes on under `version`."""
+    if spans and spans[-1].version == version:
+        return list(spans)
+    return stamp(list(spans), num_tokens, version)
 
 
 def trim(spans: Sequence[VersionSpan], num_tokens: int) -> list[VersionSpan]:
@@ -49,6 +56,9 @@ class InFlight:
     # Its id in the manager, once it is there. Never used twice: upstream confuses a reused id with its predecessor.
     key: str | None = None
     started_at: float | None = None
+    resumed: Rollout | None = None  # what it had when it came
+    stop: Sequence[str] = ()
+    stream: TokenStream | None = None
     prefill_version: int = 0
     num_reprefills: int = 0
     ending: FinishReason | None = None  # ABORT or TIMEOUT, once somebody has asked for its end
@@ -56,13 +66,25 @@ class InFlight:
 
     def __post_init__(self) -> None:
         self.spans = [VersionSpan(0, self.version)]
+        if self.resumed is not None:
+            self.spans = continued(self.resumed.version_spans, len(self.resumed.token_ids), self.version)
         self.prefill_version = self.version
 
     def at_update(self, version: int, *, started: bool, num_sampled: int) -> None:
         """A new version takes over; `started` and `num_sampled` are how far the request is at that moment."""
-        if not started:
+        if not started and not self.num_reprefills:
             self.prefill_version = version
         self.spans = stamp(self.spans, num_sampled, version)
+
+    @property
+    def token_ids_before(self) -> list[int]:
+        """The tokens that it came with."""
+        return [] if self.resumed is None else self.resumed.token_ids
+
+    @property
+    def logprobs_before(self) -> list[float]:
+        """Their log-probs."""
+        return [] if self.resumed is None else self.resumed.logprobs
 
     def rollout(
         self,
@@ -71,6 +93,7 @@ class InFlight:
         logprobs: list[float],
         finish_reason: FinishReason | None,
         error: str | None = None,
+        stop_string: str | None = None,
     ) -> Rollout:
         """Its rollout as of now; without a finish reason it is still in flight."""
         return Rollout(
@@ -78,6 +101,7 @@ class InFlight:
             group_id=self.group_id,
             prompt_id=self.prompt_id,
             sample_index=self.sample_index,
+            attempt=0 if self.resumed is None else self.resumed.attempt + 1,
             prompt_ids=list(self.prompt_ids),  # the manager goes on reading its own
             token_ids=token_ids,
             logprobs=logprobs,
@@ -87,6 +111,8 @@ class InFlight:
             finish_reason=finish_reason,
             error=error,
             metadata=self.metadata,
+            stop_string=stop_string,
+            renormalised=self.row.temperature > 0 and (self.row.top_k > 0 or self.row.top_p < 1),
             num_reprefills=self.num_reprefills,
             timings=Timings(
                 submitted_at=self.submitted_at,

@@ -8,7 +8,7 @@
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -38,6 +38,7 @@ from rollout.errors import EngineDeadError, PauseTimeoutError, RolloutError
 from rollout.inflight import FORK
 from rollout.requests import check_sample_index
 from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
+from rollout.stops import find_stop
 from rollout.types import SamplingParams
 
 TESTED_TRANSFORMERS = "5.24"
@@ -85,6 +86,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         paged_attention: bool,
         autocast_dtype: torch.dtype | None,
         num_threads: int | None,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         check_upstream()
         generation_config = deepcopy(model.generation_config)
@@ -97,6 +99,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         self.listener = listener
         self.autocast_dtype = autocast_dtype
         self.num_threads = num_threads
+        self.decode = decode
         self.logit_processor = SamplingRows(config.seed)
         self.output_router = _ListenerRouter(listener)
         if config.scheduler_type not in _OUR_SCHEDULERS:
@@ -186,16 +189,27 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         max_new_tokens: int,
         stop_ids: Sequence[int],
         rows: Sequence[SamplingRow],
+        stop: Sequence[str] = (),
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        streaming: bool = False,
     ) -> None:
         """Queues a request that the caller has checked, with one sample for each of `rows`: the first has `request_id`, the
-        others `request_id__child#0` and so on. The prompt is prefilled once. Never blocks."""
+        others `request_id__child#0` and so on. The prompt is prefilled once. Never blocks.
+
+        With `token_ids` and their `logprobs` it goes on from there; `max_new_tokens` counts them in. This is the form in
+        which upstream itself puts a request back that it had to evict.
+        """
         state = RequestState(
             request_id=request_id,
-            initial_tokens=prompt_ids,
-            max_new_tokens=max_new_tokens,
+            initial_tokens=[*prompt_ids, *token_ids],
+            _true_initial_tokens=len(prompt_ids) if token_ids else 0,
+            logprobs=list(logprobs),
+            max_new_tokens=max_new_tokens - len(token_ids),
             eos_token_id=list(stop_ids),
             num_children=len(rows) - 1,
-            logit_processor_kwargs={"rows": tuple(rows)},
+            streaming=streaming,
+            logit_processor_kwargs={"rows": tuple(rows), "stop": tuple(stop)},
         )
         self.input_queue.put_nowait(state)
         self._wake_up_loop.set()
@@ -237,6 +251,16 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             allocator.ledger.block_to_hash.clear()
         cache.unshareable.update(state.request_id for state in self._states() if _progress(state).started)
 
+    def recompute_kv(self) -> None:
+        """Drops the KV cache of what is in flight; each request is prefilled again, tokens included."""
+        scheduler = self.batch_processor.scheduler
+        for state in list(scheduler.active_requests.values()):
+            again = state.create_equivalent_initial_request()
+            self.batch_processor.cache.free_blocks(state.request_id, no_cache=True)
+            state._status = RequestStatus.FINISHED  # as upstream's own eviction does: a batch still out is not booked
+            scheduler.finish_request(state.request_id)
+            scheduler.add_waiting_request(again)
+
     # ---------------------------------------------------------------------------------------------------- numbers
 
     def counts(self) -> tuple[int, int]:
@@ -268,7 +292,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             # upstream constructs these by name; each subclass only overrides methods and adds what is set here
             _adopt(self.background_thread_status, RolloutThreadStatus)
             _adopt(processor, RolloutBatchProcessor)
-            processor.held, processor.listener = self._held, self.listener
+            processor.held, processor.listener, processor.decode = self._held, self.listener, self.decode
             processor.autocast = (
                 torch.autocast(self.model.device.type, dtype=self.autocast_dtype)
                 if self.autocast_dtype is not None
@@ -336,6 +360,7 @@ class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[
     held: threading.Event
     listener: LoopListener
     autocast: Any
+    decode: Callable[[list[int]], str] | None
 
     def _update_tp_group_state(self) -> bool:
         # Called first in each iteration; a pause, if one is asked for, is spent in here. True: schedule nothing.
@@ -356,6 +381,21 @@ class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[
             # The listener has ended every request; the tokens of this step were sampled under weights that nobody
             # vouches for. Holding makes this the last step.
             self.held.set()
+
+    def update_batch(self) -> None:
+        super().update_batch()
+        for state in list(self.scheduler.active_requests.values()):
+            stop = state.logit_processor_kwargs.get("stop")
+            if not stop or not state.generated_tokens:
+                continue
+            assert self.decode is not None
+            # an evicted request's earlier tokens are part of its prompt by now
+            before = state.initial_tokens[state._true_initial_tokens :] if state._true_initial_tokens else []
+            if find_stop(before + state.generated_tokens, stop, self.decode) is not None:
+                state.status = RequestStatus.FINISHED
+                self.scheduler.finish_request(state.request_id)
+                self.scheduler.block_new_requests = False
+                self.output_router.deliver(state.to_generation_output())
 
 
 class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
@@ -545,7 +585,7 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
             state = self.active_requests.get(parent) or self.waiting_requests.get(parent)
             if state is not None and request_id in _unborn(state):
                 self.cancelled_unborn.add(request_id)
-                self.router.deliver(GenerationOutput(request_id=request_id, prompt_ids=state.initial_tokens))
+                self.router.deliver(GenerationOutput(request_id=request_id, status=RequestStatus.FAILED))
         born = self.cancelled_unborn & (self.active_requests.keys() | self.waiting_requests.keys())
         self.cancelled_unborn -= born
         self._requests_to_cancel |= born
@@ -559,6 +599,7 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
             # only a finish reopens the queue after an eviction, and none may come any more
             self.block_new_requests = False
         for state in cancelled:
+            state.status = RequestStatus.FAILED  # an end, told apart from a word of a stream
             self.router.deliver(state.to_generation_output())
         return cancelled
 
@@ -591,7 +632,7 @@ def _progress(state: RequestState) -> Progress:
     # or not makes no difference, which keeps this right under asynchronous batching too.
     reached = state.position_offset + 1 if state.position_offset else 0
     sampled = max(reached, len(state.initial_tokens)) - prompt
-    started = state.position_offset > 0 or state.status != RequestStatus.PENDING or sampled > 0
+    started = state.position_offset > 0 or state.status != RequestStatus.PENDING
     return Progress(started=started, num_sampled=sampled)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rollout.errors import InvalidRequestError
-from rollout.types import SamplingParams
+from rollout.types import FinishReason, Rollout, SamplingParams
 
 LONGEST_LIMIT_S = 1e9
 """Thirty years: no wait of ours goes beyond what the platform's clocks can express."""
@@ -78,6 +78,45 @@ def check_stop_ids(params: SamplingParams, limits: Limits) -> tuple[int, ...]:
                 f"stop token id {token} is outside the model's vocabulary of {limits.vocab_size} ids and would never stop"
             )
     return tuple(params.stop_token_ids)
+
+
+def check_stop_strings(params: SamplingParams, tokenizer: Any) -> None:
+    """Stop strings need somebody who turns tokens into text."""
+    if params.stop and tokenizer is None:
+        raise InvalidRequestError(
+            f"stop={params.stop!r} needs the text of the tokens: give the engine a tokenizer, or use stop_token_ids"
+        )
+
+
+def check_partial(partial: Any, prompt_ids: list[int], params: SamplingParams) -> Rollout | None:
+    """A rollout that can go on, with tokens left to generate."""
+    if partial is None:
+        return None
+    if not isinstance(partial, Rollout):
+        raise InvalidRequestError(f"resume_from must be a Rollout, got {type(partial).__name__}")
+    if list(partial.prompt_ids) != prompt_ids:
+        raise InvalidRequestError(
+            f"rollout {partial.rollout_id} is of another prompt; resume it with its own prompt_ids"
+        )
+    if partial.finish_reason == FinishReason.STOP:
+        raise InvalidRequestError(
+            f"rollout {partial.rollout_id} has ended by itself (STOP); there is nothing to resume"
+        )
+    if len(partial.token_ids) >= params.max_new_tokens:
+        raise InvalidRequestError(
+            f"rollout {partial.rollout_id} has {len(partial.token_ids)} tokens already, max_new_tokens="
+            f"{params.max_new_tokens} counts them in; raise it to go on"
+        )
+    return partial
+
+
+def check_not_newer(partial: Rollout | None, version: int) -> None:
+    """Its newest token's version must have come to this engine."""
+    newest = None if partial is None else partial.max_version
+    if newest is not None and newest > version:
+        raise InvalidRequestError(
+            f"the rollout to resume has tokens of version {newest}, this engine is at {version}; update the engine first"
+        )
 
 
 def check_label(name: str, value: Any) -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from rollout.delivery import Alarms, Delivery
 from rollout.errors import InvalidRequestError
 from rollout.inflight import InFlight, group_keys
+from rollout.stops import find_stop
 from rollout.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class RequestTracker:
         self.lock = threading.RLock()
         self.version = 0
         self.runner: Runner | None = None
+        self.decode: Callable[[list[int]], str] | None = None  # for stop strings
+        self._death: BaseException | None = None
         self.stopping = False  # what fails from now on was aborted
         self.finished = self.generated_tokens = self.preemptions = 0
         self._room = threading.Condition(self.lock)
@@ -113,7 +116,7 @@ class RequestTracker:
                 self.runner.cancel_request(request.key)
             return True
 
-    def flip(self, version: int, progress: "Mapping[str, Progress]") -> int:
+    def flip(self, version: int, progress: "Mapping[str, Progress]", *, kv_kept: bool = True) -> int:
         """At a pause: `version` takes over. Returns how many requests have tokens of older versions and go on."""
         straddlers = 0
         with self.lock:
@@ -121,7 +124,8 @@ class RequestTracker:
             for request in self._in_flight.values():
                 at = None if request.key is None else progress.get(request.key)
                 num_sampled = at.num_sampled if at is not None else 0
-                request.at_update(version, started=at is not None and at.started, num_sampled=num_sampled)
+                started = kv_kept and at is not None and at.started
+                request.at_update(version, started=started, num_sampled=max(num_sampled, len(request.token_ids_before)))
                 straddlers += num_sampled > 0
         return straddlers
 
@@ -178,16 +182,20 @@ class RequestTracker:
             request = self._running.get(output.request_id)
             if request is None:
                 return True  # it has ended already: a late word about it changes nothing
+            if request.stream is not None:
+                request.stream.see(output.generated_tokens)
+            if output.status < output.status.FINISHED:
+                return True  # a word from a stream
             error: str | None = None
             if output.status == output.status.FINISHED:
-                stopped = output.generated_tokens[-1:] and output.generated_tokens[-1] in request.stop_ids
+                stopped = output.generated_tokens[-1] in request.stop_ids or self._stop_string(request, output)
                 reason = FinishReason.STOP if stopped else FinishReason.LENGTH
             elif request.ending is not None:
                 reason = request.ending
             elif self.stopping:
                 reason, error = FinishReason.ABORT, "the engine was stopped"
             else:
-                reason, error = FinishReason.ERROR, output.error or "the engine gave no reason"
+                reason, error = FinishReason.ERROR, output.error or f"the generation loop died: {self._death!r}"
             self._finish(request, self._rollout(request, output, reason, error))
         return True
 
@@ -213,6 +221,7 @@ class RequestTracker:
         return None
 
     def on_death(self, error: BaseException) -> None:
+        self._death = error
         self._on_death(error)
 
     def on_exit(self, error: BaseException | None) -> None:
@@ -256,6 +265,8 @@ class RequestTracker:
             if not group:
                 self._backlog.remove(group)
         self.finished += 1
+        if request.stream is not None:
+            request.stream.end()
         self._delivery.resolve(request.future, rollout)
 
     def _set_alarm(self, request: InFlight, timeout_s: float) -> None:
@@ -277,7 +288,8 @@ class RequestTracker:
         error: str | None = None,
     ) -> Rollout:
         if output is None:
-            return request.rollout(token_ids=[], logprobs=[], finish_reason=reason, error=error)
+            before, logprobs = request.token_ids_before, request.logprobs_before
+            return request.rollout(token_ids=before, logprobs=logprobs, finish_reason=reason, error=error)
         if request.started_at is None and output.lifespan[0] > 0:
             request.started_at = _wall_time(output.lifespan[0])
         # a step that was cut short may have booked a token without its log-prob
@@ -287,7 +299,14 @@ class RequestTracker:
             logprobs=output.logprobs[:num_tokens],
             finish_reason=reason,
             error=error,
+            stop_string=self._stop_string(request, output) if reason == FinishReason.STOP else None,
         )
+
+    def _stop_string(self, request: InFlight, output: "GenerationOutput") -> str | None:
+        if not request.stop:
+            return None
+        assert self.decode is not None
+        return find_stop(output.generated_tokens, request.stop, self.decode)
 
 
 def _wall_time(perf_counter: float) -> float:

@@ -41,7 +41,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the rollout; None: the model's own EOS ids; (): never stops before max_new_tokens."""
     stop: Sequence[str] = ()
-    """Strings that end the rollout. Not supported yet: anything but () is refused."""
+    """Strings that end the rollout. The token that completes one is the last; `Rollout.text` is cut before it. Needs an
+    engine with a tokenizer."""
     seed: int | None = None
     """With a seed, the randomness of each token depends on (seed, sample index, position) alone, so that another
     batch or a resume draws the same; None: the engine's own generator."""
@@ -70,10 +71,6 @@ class SamplingParams:
         texts = self.stop if isinstance(self.stop, (list, tuple)) else (None,)
         if any(not isinstance(text, str) or not text for text in texts):
             raise InvalidRequestError(f"stop must be a list of non-empty strings, got {self.stop!r}")
-        if self.stop:
-            raise InvalidRequestError(
-                f"stop strings are not supported yet, got {self.stop!r}; use stop_token_ids, or cut the text afterwards"
-            )
         _set(self, "stop", tuple(self.stop))
         if self.seed is not None:
             _set(self, "seed", _integer("seed", self.seed, at_least=0, below=2**63))
@@ -130,6 +127,10 @@ class Rollout:
     error: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     worker_id: str | None = None
+    stop_string: str | None = None
+    """The stop string that its text ends with; None if something else ended it."""
+    renormalised: bool = False
+    """Its log-probs are those over the tokens that top-k or top-p kept, so a trainer's full softmax gives smaller ones."""
     num_reprefills: int = 0
     """How often its KV cache was dropped for want of room and computed again."""
     timings: Timings | None = None
@@ -162,8 +163,10 @@ class Rollout:
         return self.version_spans[-1].version if self.version_spans else None
 
     def text(self, tokenizer: Decoder) -> str:
-        """The tokens as text, special tokens left out. For reading and rewards: ids, not text, go to the trainer."""
-        return tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        """The tokens as text, special tokens left out, cut before the stop string. For reading and rewards: ids, not text,
+        go to the trainer."""
+        text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        return text if self.stop_string is None else text.partition(self.stop_string)[0]
 
 
 def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:

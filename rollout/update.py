@@ -41,6 +41,8 @@ class Updater:
     lose: Callable[[str], None]
     """Fences the engine; requests in flight end with what they have."""
     unfence: Callable[[UpdateRecord], None]
+    refresh_kv: bool
+    """Compute the KV cache of what is in flight again under the new weights."""
     _writer: int | None = None  # the thread that is inside a pause
 
     @contextmanager
@@ -156,7 +158,9 @@ class Updater:
             # nothing else orders the writer's stream before the loop's
             torch.cuda.synchronize(self.model.device)
         self.manager.isolate_prefixes()
-        straddlers = self.tracker.flip(version, self.manager.progress())
+        straddlers = self.tracker.flip(version, self.manager.progress(), kv_kept=not self.refresh_kv)
+        if self.refresh_kv:
+            self.manager.recompute_kv()
         self.watch.record()
         return straddlers
 

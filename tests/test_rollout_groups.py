@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from fakes import ARCHITECTURES, StepGate, forward_logprobs, greedy_reference, mark, marker_llama, random_prompts, tiny_llama, wait_until
+from fakes import (
+    ARCHITECTURES,
+    StepGate,
+    forward_logprobs,
+    greedy_reference,
+    mark,
+    marker_llama,
+    random_prompts,
+    tiny_llama,
+    wait_until,
+)
 
 from rollout import EngineConfig, FinishReason, GenerationEngine, InvalidRequestError, Rollout, SamplingParams
 

@@ -54,7 +54,6 @@ REFUSED_PARAMS = [
     ("stop", 5, "list of non-empty strings"),
     ("stop", [""], "list of non-empty strings"),
     ("stop", [1], "list of non-empty strings"),
-    ("stop", ["###"], "not supported yet"),
     ("seed", -1, "at least 0"),
     ("seed", 2**63, "below"),
     ("seed", 1.5, "must be an integer"),
