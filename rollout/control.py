@@ -22,6 +22,9 @@ class ControlThread:
         self._closed = False
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rollsync-control", daemon=True)
+
+    def start(self) -> None:
+        """Begins to run what is queued."""
         self._thread.start()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
@@ -43,7 +46,7 @@ class ControlThread:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
-        if not self.is_current():
+        if self._thread.is_alive() and not self.is_current():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -88,6 +88,9 @@ class Delivery:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[RolloutFuture, Rollout] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rollsync-delivery", daemon=True)
+
+    def start(self) -> None:
+        """Begins to resolve."""
         self._thread.start()
 
     def resolve(self, future: RolloutFuture, rollout: Rollout) -> None:
@@ -101,7 +104,7 @@ class Delivery:
     def stop(self, timeout_s: float) -> None:
         """Resolves what was handed over, then ends the thread (after the callback, if called from one)."""
         self._queue.put(None)
-        if not self.is_current():
+        if self._thread.is_alive() and not self.is_current():
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -125,6 +128,9 @@ class Alarms:
         self._numbers = itertools.count()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rollsync-alarms", daemon=True)
+
+    def start(self) -> None:
+        """Begins to call."""
         self._thread.start()
 
     def __len__(self) -> int:
@@ -156,7 +162,7 @@ class Alarms:
         with self._condition:
             self._stopping = True
             self._condition.notify()
-        if threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:

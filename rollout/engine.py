@@ -19,7 +19,13 @@ from rollout import requests
 from rollout.config import EngineConfig
 from rollout.control import ControlThread
 from rollout.delivery import RolloutFuture, TokenStream
-from rollout.errors import EngineDeadError, EngineFencedError, EngineStateError, InvalidRequestError
+from rollout.errors import (
+    EngineDeadError,
+    EngineFencedError,
+    EngineStateError,
+    InvalidRequestError,
+    PauseTimeoutError,
+)
 from rollout.inflight import InFlight
 from rollout.manager import RolloutManager
 from rollout.sampling import SamplingRow
@@ -84,11 +90,7 @@ class GenerationEngine:
         if tokenizer is not None:
             self._tracker.decode = self._decode
         self._control = ControlThread()
-        try:
-            self._manager = self._make_manager(upstream_config, paged)
-        except BaseException:
-            self._close_threads()
-            raise
+        self._manager = self._make_manager(upstream_config, paged)
         self._tracker.runner = _Runner(self._manager)
         self._limits = requests.Limits(
             vocab_size=self._model.get_input_embeddings().num_embeddings,
@@ -120,12 +122,15 @@ class GenerationEngine:
         tokenizer: Any = None,
     ) -> Self:
         """An engine over a model loaded from a hub name or a folder, in its own dtype unless one is given, on the GPU if
-        there is one unless a device is given. The tokenizer is loaded too, unless one is given. Remote code is never
+        there is one unless a device is given. Its tokenizer, if it has one, is loaded too, unless one is given. Remote code is never
         executed."""
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype if dtype is not None else "auto")
         model.to(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+            except (OSError, ValueError):
+                log.info("%s has no tokenizer; only stop strings need one", name_or_path)
         # A loader's parameters may be a private mapping of the file, in which the first write is 20 times slower.
         return cls(model, config, copy_weights=True, tokenizer=tokenizer)
 
@@ -136,6 +141,8 @@ class GenerationEngine:
         with self._tracker.lock:  # a stop or update on another thread finds it started, or not
             self._check(EngineState.CREATED)
             self._watch.record()
+            self._control.start()
+            self._tracker.start()
             self._manager.start()
             self._state = EngineState.RUNNING
         _running.add(self)
@@ -165,15 +172,17 @@ class GenerationEngine:
     def restart(self) -> None:
         """Brings an engine back whose generation loop died, with an empty KV cache and at the same version. What was in
         flight has ended; submit it again, with `resume_from` to go on where it was."""
+        self._check(EngineState.DEAD)
+        # not under the lock, which the dying loop needs for its last words
+        if not self._manager.shutdown(STOP_TIMEOUT_S):
+            raise EngineStateError("the dead loop's thread has not ended yet; try again")
         with self._tracker.lock:
-            self._check(EngineState.DEAD)
-            if not self._manager.shutdown(STOP_TIMEOUT_S):
-                raise EngineStateError("the dead loop's thread has not ended yet; try again")
+            self._check(EngineState.DEAD)  # nobody else has restarted or stopped it in the meantime
             config, paged = upstream_settings(self.config, self._model)
             self._manager = self._updater.manager = self._make_manager(config, paged)
             self._tracker.runner = _Runner(self._manager)
+            self._manager.start()
             self._state, self._error = EngineState.RUNNING, None
-        self._manager.start()
 
     def __enter__(self) -> Self:
         self.start()
@@ -283,7 +292,8 @@ class GenerationEngine:
         progress_bar: bool = False,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
-        """One rollout for each prompt, in their order. If one prompt cannot work, none is submitted."""
+        """One rollout for each prompt, in their order. If one prompt cannot work, none is submitted. Each one's sample index
+        is its position, so that with a seed equal prompts draw different noise."""
         self._updater.refuse_inside("generate()")
         if self._tracker.is_delivering():
             raise EngineStateError("generate() in a future's callback would wait for itself; use submit() there")
@@ -326,6 +336,7 @@ class GenerationEngine:
     ) -> "Future[R]":
         """Runs `fn(engine, *args)` on the engine's control thread, after what is queued there; the future has its
         result. `fn` may use `update()`."""
+        self._check(EngineState.RUNNING, EngineState.FENCED, EngineState.DEAD)
         return self._control.submit(lambda: fn(self, *args, **kwargs))
 
     def snapshot(self) -> list[Rollout]:
@@ -338,7 +349,15 @@ class GenerationEngine:
             with self._manager.pause_within(SNAPSHOT_TIMEOUT_S):
                 return self._tracker.snapshot(self._manager.outputs())
 
-        return take() if self._control.is_current() else self._control.submit(take).result(2 * SNAPSHOT_TIMEOUT_S)
+        if self._control.is_current():
+            return take()
+        snapshot: Future[list[Rollout]] = self._control.submit(take)
+        try:
+            return snapshot.result(2 * SNAPSHOT_TIMEOUT_S)
+        except TimeoutError:
+            raise PauseTimeoutError(
+                f"the snapshot was not taken within {2 * SNAPSHOT_TIMEOUT_S:g} s: an update or call is in progress"
+            ) from None
 
     @property
     def version(self) -> int:
@@ -534,10 +553,6 @@ class GenerationEngine:
         why = "the engine was stopped" if self._tracker.stopping else f"the generation loop died: {error!r}"
         self._tracker.end_all(reason, why, self._manager.outputs())
         self._tracker.wake_waiting()
-
-    def _close_threads(self) -> None:
-        self._control.stop(STOP_TIMEOUT_S)
-        self._tracker.close(STOP_TIMEOUT_S)
 
 
 class _Runner:

@@ -7,6 +7,7 @@
 - tells at a pause how many tokens of each request have been sampled, and forgets KV of older weights for new requests.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -385,17 +386,24 @@ class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[
     def update_batch(self) -> None:
         super().update_batch()
         for state in list(self.scheduler.active_requests.values()):
-            stop = state.logit_processor_kwargs.get("stop")
-            if not stop or not state.generated_tokens:
+            if not state.generated_tokens:
                 continue
-            assert self.decode is not None
-            # an evicted request's earlier tokens are part of its prompt by now
-            before = state.initial_tokens[state._true_initial_tokens :] if state._true_initial_tokens else []
-            if find_stop(before + state.generated_tokens, stop, self.decode) is not None:
-                state.status = RequestStatus.FINISHED
-                self.scheduler.finish_request(state.request_id)
-                self.scheduler.block_new_requests = False
-                self.output_router.deliver(state.to_generation_output())
+            if math.isnan(state.logprobs[-1]):
+                self._end(state, error="the model's logits are not numbers (NaN): are its weights?")
+            elif stop := state.logit_processor_kwargs.get("stop"):
+                assert self.decode is not None
+                # an evicted request's earlier tokens are part of its prompt by now
+                before = state.initial_tokens[state._true_initial_tokens :] if state._true_initial_tokens else []
+                if find_stop(before + state.generated_tokens, stop, self.decode) is not None:
+                    self._end(state)
+
+    def _end(self, state: RequestState, *, error: str | None = None) -> None:
+        """Ends a request between two steps, as finished or, with an error, as failed."""
+        state.error = error
+        state.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
+        self.scheduler.finish_request(state.request_id)
+        self.scheduler.block_new_requests = False
+        self.output_router.deliver(state.to_generation_output())
 
 
 class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]

@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 from rollout import attention
 from rollout.config import EngineConfig
 
+DEFAULT_PAGE_SIZE = ContinuousBatchingConfig().page_size
 PAGE_SIZE = 32
 MAX_REQUESTS = 64
 """Enough rows to keep the matrix products of a decode step busy; more only lengthens the step."""
@@ -33,7 +34,8 @@ def upstream_settings(config: EngineConfig, shell: PreTrainedModel) -> tuple[Con
     upstream = deepcopy(given) if given is not None else ContinuousBatchingConfig()
     sizes: Mapping[str, int | None] = {
         "num_blocks": config.num_blocks or upstream.num_blocks,
-        "page_size": config.page_size or (upstream.page_size if given is not None else None),
+        # upstream's own default, which suits GPUs, counts as not given
+        "page_size": config.page_size or (upstream.page_size if upstream.page_size != DEFAULT_PAGE_SIZE else None),
         "max_batch_tokens": config.max_batch_tokens or upstream.max_batch_tokens,
         "max_requests": config.max_requests or upstream.max_requests_per_batch,
     }

@@ -71,6 +71,11 @@ class RequestTracker:
 
     # ----------------------------------------------------------------------------------------- the engine's threads
 
+    def start(self) -> None:
+        """Starts the threads that deliver and that watch the time."""
+        self._delivery.start()
+        self.alarms.start()
+
     def add(self, make: Callable[[str, int], Sequence[InFlight]], check: Callable[[], None]) -> Sequence[InFlight]:
         """Takes in the group of requests that `make(key, version)` builds, all or none, waiting for room under
         `max_waiting`. The key was never used before, and is no id in flight.

@@ -551,9 +551,8 @@ def sizes_of(engine: GenerationEngine) -> dict[str, int]:
     scheduler, cache = processor.scheduler, processor.cache
     sizes = {
         "in flight": len(tracker._in_flight),
-        "ids": len(tracker._by_id),
+        "running": len(tracker._running),
         "backlog": len(tracker._backlog),
-        "running": tracker._running,
         "alarms": len(tracker.alarms),
         "results": tracker._delivery._queue.qsize(),
         "input": manager.input_queue.qsize(),

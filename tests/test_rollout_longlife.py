@@ -364,3 +364,35 @@ def test_greedy_is_what_generate_says_after_all_that() -> None:
     model = tiny_llama()
     with GenerationEngine(model) as engine:
         assert engine.submit([5, 6], GREEDY).result(30).token_ids == greedy_reference(model, [5, 6], 40)
+
+
+def test_logits_that_are_no_numbers_end_only_the_requests_that_meet_them() -> None:
+    model = tiny_llama()
+    engine = GenerationEngine(model)
+
+    def poison(_: object, args: object, output: object) -> None:
+        if output.logits.shape[1] > 1:
+            output.logits[0, 1] = float("nan")  # the second request of the batch
+
+    with engine:
+        handle = engine.model.register_forward_hook(poison)
+        gate = StepGate(engine)
+        futures = [engine.submit(prompt, GREEDY) for prompt in ([5, 6], [7, 8])]
+        gate.wait_for_arrival()
+        gate.open()
+        first, second = (future.result(30) for future in futures)
+        handle.remove()
+        assert engine.submit([7, 8], GREEDY).result(30).token_ids == greedy_reference(model, [7, 8], 40)
+    assert first.token_ids == greedy_reference(model, [5, 6], 40)
+    assert second.finish_reason == FinishReason.ERROR
+    assert "NaN" in (second.error or "")
+
+
+def test_an_engine_that_was_never_started_has_no_threads() -> None:
+    before = threading.active_count()
+    engine = GenerationEngine(tiny_llama())
+    assert threading.active_count() == before
+    with pytest.raises(EngineStateError, match="not started"):
+        engine.call(lambda engine: None)
+    engine.stop()
+    assert threading.active_count() == before

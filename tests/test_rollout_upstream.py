@@ -130,6 +130,7 @@ ATTRIBUTES: dict[str, list[str]] = {
         "request_id",
         "initial_tokens",
         "position_offset",
+        "_status",
         "_true_initial_tokens",
         "logit_processor_kwargs",
         "lifespan",
