@@ -370,6 +370,11 @@ class GenerationEngine:
         return self._state
 
     @property
+    def is_inside_update(self) -> bool:
+        """Whether the calling thread is inside this engine's `update()`, where waiting for the engine would never end."""
+        return self._updater.is_inside()
+
+    @property
     def last_update(self) -> UpdateRecord | None:
         """How the last successful update went."""
         return self._last_update

@@ -57,9 +57,13 @@ class Updater:
             finally:
                 self._writer = None
 
+    def is_inside(self) -> bool:
+        """Whether the calling thread is inside an update."""
+        return self._writer == threading.get_ident()
+
     def refuse_inside(self, what: str) -> None:
         """EngineStateError if the calling thread is inside an update, where `what` would wait for itself."""
-        if self._writer == threading.get_ident():
+        if self.is_inside():
             raise EngineStateError(f"{what} inside update() would wait for itself; call it after the update")
 
     @contextmanager

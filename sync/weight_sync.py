@@ -87,6 +87,9 @@ class WeightSync:
         """
         if timeout_s <= 0:
             raise SyncError(f"timeout_s must be above 0 seconds, got {timeout_s}")
+        for name, engine in self._targets.items():
+            if engine.is_inside_update:
+                raise SyncError(f"publish() inside {name}'s update() would wait for itself; publish after the block")
         deadline = time.monotonic() + timeout_s
         if not self._turn.acquire(timeout=timeout_s):
             raise SyncTimeoutError(

@@ -498,3 +498,11 @@ def test_many_requests_survive_many_publishes_with_exact_versions() -> None:
         rollouts = [future.result(60) for future in futures]
     assert all(rollout.token_ids == rollout.versions for rollout in rollouts)
     assert {len(rollout.token_ids) for rollout in rollouts} == {60}
+
+
+def test_publish_inside_an_update_of_its_engine_is_refused_at_once() -> None:
+    trainer = tiny_llama()
+    with GenerationEngine(trainer, copy_weights=True) as engine, WeightSync(engine) as weight_sync:
+        with engine.update(), pytest.raises(SyncError, match="inside engine\\[0\\]'s update"):
+            weight_sync.publish(trainer)
+        assert weight_sync.publish(trainer).version == 2
