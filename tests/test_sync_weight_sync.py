@@ -403,6 +403,8 @@ def test_staging_beyond_the_limit_is_named_as_such_and_ends_before_the_commit() 
 class PlainEngine:
     """What a WeightSync needs of an engine, with no limit on updates and a log of the weights after each."""
 
+    is_inside_update = False
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.version = 0
