@@ -215,9 +215,9 @@ class GenerationEngine:
         when the engine is not running.
 
         `resume_from`: a partial rollout of this prompt, from here or elsewhere. The new one goes on after its tokens, with
-        what is left of `max_new_tokens`, its spans and log-probs joined, and with a seed the same noise; its ids, sample
-        index and metadata are taken over where they are not given. Refused if its newest token is of a version that this
-        engine does not have yet.
+        what is left of `max_new_tokens`, its spans and log-probs joined, and with a seed the same noise; its group_id,
+        prompt_id, sample index and metadata are taken over where they are not given (a sample index of 0 counts as not
+        given). Refused if its newest token is of a version that this engine does not have yet.
         """
         return self._submit(
             prompt_ids,
@@ -429,7 +429,7 @@ class GenerationEngine:
         ids = requests.check_prompt(prompt_ids, params, self._limits)
         stop_ids = requests.check_stop_ids(params, self._limits)
         requests.check_stop_strings(params, self.tokenizer)
-        partial = requests.check_partial(resume_from, ids, params)
+        partial = requests.check_partial(resume_from, ids, params, self._limits)
         request_id = requests.check_label("request_id", request_id)
         group_id = requests.check_label("group_id", group_id)
         prompt_id = requests.check_label("prompt_id", prompt_id)

@@ -41,22 +41,7 @@ def check_prompt(prompt_ids: Any, params: SamplingParams, limits: Limits) -> lis
     ids = _as_list(prompt_ids)
     if not ids:
         raise InvalidRequestError("the prompt is empty; it needs at least one token (the BOS id, say)")
-    for position, token in enumerate(ids):
-        if isinstance(token, bool):
-            raise InvalidRequestError(f"prompt_ids[{position}] is {token!r}, not a token id")
-        try:
-            number = operator.index(token)
-        except TypeError:
-            raise InvalidRequestError(
-                f"prompt_ids[{position}] is {token!r} ({type(token).__name__}), not a token id; pass one flat list of "
-                "ints, one prompt a call"
-            ) from None
-        if not 0 <= number < limits.vocab_size:
-            raise InvalidRequestError(
-                f"prompt_ids[{position}] is {number}, outside the model's vocabulary of {limits.vocab_size} ids; is "
-                "this the model's own tokenizer?"
-            )
-        ids[position] = number
+    ids = _check_ids("prompt_ids", ids, limits, "pass one flat list of ints, one prompt a call")
     _check_length(len(ids), params.max_new_tokens, limits)
     return ids
 
@@ -75,7 +60,8 @@ def check_stop_ids(params: SamplingParams, limits: Limits) -> tuple[int, ...]:
     for token in params.stop_token_ids:
         if token >= limits.vocab_size:
             raise InvalidRequestError(
-                f"stop token id {token} is outside the model's vocabulary of {limits.vocab_size} ids and would never stop"
+                f"stop token id {token} is outside the model's vocabulary of {limits.vocab_size} ids and would never stop "
+                "anything; is this the model's own tokenizer?"
             )
     return tuple(params.stop_token_ids)
 
@@ -88,8 +74,9 @@ def check_stop_strings(params: SamplingParams, tokenizer: Any) -> None:
         )
 
 
-def check_partial(partial: Any, prompt_ids: list[int], params: SamplingParams) -> Rollout | None:
-    """A rollout that can go on, with tokens left to generate."""
+def check_partial(partial: Any, prompt_ids: list[int], params: SamplingParams, limits: Limits) -> Rollout | None:
+    """A rollout that can go on, with tokens left to generate. Its tokens are prefilled like a prompt's, so they are
+    checked like a prompt's."""
     if partial is None:
         return None
     if not isinstance(partial, Rollout):
@@ -107,6 +94,7 @@ def check_partial(partial: Any, prompt_ids: list[int], params: SamplingParams) -
             f"rollout {partial.rollout_id} has {len(partial.token_ids)} tokens already, max_new_tokens="
             f"{params.max_new_tokens} counts them in; raise it to go on"
         )
+    _check_ids("resume_from.token_ids", list(partial.token_ids), limits, "pass a rollout as an engine gave it")
     return partial
 
 
@@ -157,12 +145,12 @@ def check_sample_index(sample_index: Any) -> int:
 
 
 def check_metadata(metadata: Any) -> Mapping[str, Any]:
-    """A mapping; None stands for an empty one."""
+    """A copy of a mapping, which the caller may go on changing; None stands for an empty one."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
         raise InvalidRequestError(f"metadata must be a dict or None, got {type(metadata).__name__}")
-    return metadata
+    return dict(metadata)
 
 
 def _as_list(prompt_ids: Any) -> list[Any]:
@@ -186,6 +174,27 @@ def _as_list(prompt_ids: Any) -> list[Any]:
     raise InvalidRequestError(
         f"prompt_ids must be a flat list of token ids, got {type(prompt_ids).__name__} ({prompt_ids!r:.60}){hint}"
     )
+
+
+def _check_ids(name: str, ids: list[Any], limits: Limits, remedy: str) -> list[int]:
+    """Plain ints within the vocabulary; `remedy` completes the message about what is no integer."""
+    checked: list[int] = []
+    for position, token in enumerate(ids):
+        if isinstance(token, bool):
+            raise InvalidRequestError(f"{name}[{position}] is {token!r}, not a token id; {remedy}")
+        try:
+            number = operator.index(token)
+        except TypeError:
+            raise InvalidRequestError(
+                f"{name}[{position}] is {token!r} ({type(token).__name__}), not a token id; {remedy}"
+            ) from None
+        if not 0 <= number < limits.vocab_size:
+            raise InvalidRequestError(
+                f"{name}[{position}] is {number}, outside the model's vocabulary of {limits.vocab_size} ids; is this "
+                "the model's own tokenizer?"
+            )
+        checked.append(number)
+    return checked
 
 
 def _check_length(prompt_len: int, max_new_tokens: int, limits: Limits) -> None:

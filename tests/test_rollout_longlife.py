@@ -243,9 +243,17 @@ def test_what_cannot_be_resumed_is_refused() -> None:
             (partial, [5, 7], enough, "another prompt"),
             (partial, [5, 6], SamplingParams(max_new_tokens=1), "max_new_tokens"),
             ("partial", [5, 6], enough, "must be a Rollout"),
+            (with_token(partial, 64), [5, 6], enough, r"resume_from.token_ids\[0\] is 64, outside .* 64 ids"),
+            (with_token(partial, -1), [5, 6], enough, r"resume_from.token_ids\[0\] is -1, outside"),
+            (with_token(partial, "5"), [5, 6], enough, r"resume_from.token_ids\[0\] is '5' \(str\), not a token id"),
         ):
             with pytest.raises(InvalidRequestError, match=reason):
                 engine.submit(prompt, params, resume_from=rollout)
+        assert len(engine.submit([5, 6], GREEDY).result(30).token_ids) == 40, "what was refused has hurt the engine"
+
+
+def with_token(rollout: Rollout, token: object) -> Rollout:
+    return replace(rollout, token_ids=[token, *rollout.token_ids[1:]])
 
 
 # --------------------------------------------------------------------------------------------------------- restarting

@@ -371,13 +371,14 @@ def test_what_the_caller_changes_after_submit_changes_nothing() -> None:
     engine = GenerationEngine(model)
     gate = StepGate(engine)
     with engine:
-        prompt = [5, 6, 7]
-        future = engine.submit(prompt, GREEDY)
+        prompt, metadata = [5, 6, 7], {"answer": 42}
+        future = engine.submit(prompt, GREEDY, metadata=metadata)
         prompt[0] = -1
         prompt.append(10**9)
+        metadata.clear()
         gate.open()
         rollout = future.result(30)
-        assert rollout.prompt_ids == [5, 6, 7]
+        assert (rollout.prompt_ids, rollout.metadata) == ([5, 6, 7], {"answer": 42})
         assert rollout.token_ids == greedy_reference(model, [5, 6, 7], 3)
 
 
