@@ -5,7 +5,7 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout.errors import InvalidRequestError
@@ -42,7 +42,7 @@ class SamplingParams:
     """Token ids that end the rollout; None: the model's own EOS ids; (): never stops before max_new_tokens."""
     stop: Sequence[str] = ()
     """Strings that end the rollout. The token that completes one is the last; `Rollout.text` is cut before it. Needs an
-    engine with a tokenizer."""
+    engine with a tokenizer. Special tokens are no text: stop at them by `stop_token_ids`."""
     seed: int | None = None
     """With a seed, the randomness of each token depends on (seed, sample index, position) alone, so that another
     batch or a resume draws the same; None: the engine's own generator."""
@@ -101,14 +101,13 @@ class Decoder(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One sampled continuation of one prompt, with the policy version of each of its tokens.
 
     Lengths agree, spans start at 0 and increase: checked at construction with ValueError.
     """
 
-    _: KW_ONLY
     rollout_id: str
     group_id: str | None = None
     prompt_id: str | None = None

@@ -108,6 +108,12 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(tokens: list[int]
     assert hits[:1] == naive[:1]
 
 
+def test_a_stop_string_is_found_where_a_token_is_a_byte() -> None:
+    stop = "停止停止停止"
+    tokens = [ord("a")] * 30 + list(stop.encode())
+    assert find_stop(tokens, [stop], lambda ids: bytes(ids).decode(errors="replace")) == stop
+
+
 def test_a_stop_string_ends_the_rollout_with_the_token_that_completes_it_and_is_cut_from_the_text() -> None:
     model, tokenizer = tiny_llama(), Letters()
     with GenerationEngine(model, tokenizer=tokenizer) as engine:
