@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -171,7 +172,8 @@ class GenerationEngine:
 
     def restart(self) -> None:
         """Brings an engine back whose generation loop died, with an empty KV cache and at the same version. What was in
-        flight has ended; submit it again, with `resume_from` to go on where it was."""
+        flight has ended; submit it again, with `resume_from` to go on where it was. An engine that was fenced when its
+        loop died is fenced still."""
         self._check(EngineState.DEAD)
         # not under the lock, which the dying loop needs for its last words
         if not self._manager.shutdown(STOP_TIMEOUT_S):
@@ -181,8 +183,12 @@ class GenerationEngine:
             config, paged = upstream_settings(self.config, self._model)
             self._manager = self._updater.manager = self._make_manager(config, paged)
             self._tracker.runner = _Runner(self._manager)
+            # the memory that is free now, and with it the cache, may be another than at construction
+            self._limits = replace(self._limits, max_request_tokens=self._manager.max_request_tokens)
+            if self._reason is not None:
+                self._manager.hold()
             self._manager.start()
-            self._state, self._error = EngineState.RUNNING, None
+            self._state, self._error = EngineState.RUNNING if self._reason is None else EngineState.FENCED, None
 
     def __enter__(self) -> Self:
         self.start()

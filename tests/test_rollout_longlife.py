@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rollout import (
     EngineConfig,
     EngineDeadError,
+    EngineFencedError,
     EngineState,
     EngineStateError,
     FinishReason,
@@ -30,6 +31,7 @@ from rollout import (
     Rollout,
     SamplingParams,
     VersionSpan,
+    sizing,
 )
 from rollout.stops import find_stop
 
@@ -305,6 +307,42 @@ def test_a_dead_engine_is_restarted_at_its_version_and_partials_go_on() -> None:
             mark(shell, 6)
         assert engine.generate([[5]], GREEDY)[0].token_ids == [6] * 40
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollsync")]
+
+
+def test_a_fenced_engine_whose_loop_died_is_fenced_after_the_restart() -> None:
+    with GenerationEngine(marker_llama()) as engine:
+        with pytest.raises(WeightsOnFireError), engine.update() as model:  # noqa: PT012
+            mark(model, 50)  # half an update
+            raise WeightsOnFireError
+        kill_loop(engine)
+        engine.restart()
+        with pytest.raises(EngineFencedError, match="WeightsOnFireError"):
+            engine.submit([5], GREEDY)
+        with engine.update() as model:
+            mark(model, 1)
+        assert engine.submit([5], GREEDY).result(30).token_ids == [1] * 40
+
+
+def test_a_restart_refuses_what_its_new_cache_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    with GenerationEngine(tiny_llama()) as engine:
+        room = engine.manager.max_request_tokens
+        monkeypatch.setattr(sizing, "MEMORY_SHARE", 0.0)  # as if somebody else had taken the memory
+        monkeypatch.setattr(sizing, "TOKENS_PER_REQUEST", 64)
+        kill_loop(engine)
+        engine.restart()
+        assert engine.manager.max_request_tokens == 64 < room
+        with pytest.raises(InvalidRequestError, match="holds 64 for one request"):
+            engine.submit([5] * 60, GREEDY)
+
+
+def kill_loop(engine: GenerationEngine) -> None:
+    """Whatever the loop does next, it dies of it."""
+
+    def burn() -> None:
+        raise WeightsOnFireError
+
+    engine.manager.batch_processor.scheduler.clear_cancelled_requests = burn
+    wait_until(lambda: engine.state == EngineState.DEAD)
 
 
 # ----------------------------------------------------------------------------------------------- KV policy at an update
