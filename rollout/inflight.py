@@ -70,9 +70,10 @@ class InFlight:
             self.spans = continued(self.resumed.version_spans, len(self.resumed.token_ids), self.version)
         self.prefill_version = self.version
 
-    def at_update(self, version: int, *, started: bool, num_sampled: int) -> None:
-        """A new version takes over; `started` and `num_sampled` are how far the request is at that moment."""
-        if not started and not self.num_reprefills:
+    def at_update(self, version: int, *, has_old_kv: bool, num_sampled: int) -> None:
+        """A new version takes over with `num_sampled` tokens sampled before it; `has_old_kv`: its first prefill has begun
+        under the version before, and the update does not compute it again."""
+        if not has_old_kv:
             self.prefill_version = version
         self.spans = stamp(self.spans, num_sampled, version)
 

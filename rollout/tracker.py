@@ -121,16 +121,21 @@ class RequestTracker:
                 self.runner.cancel_request(request.key)
             return True
 
-    def flip(self, version: int, progress: "Mapping[str, Progress]", *, kv_kept: bool = True) -> int:
-        """At a pause: `version` takes over. Returns how many requests have tokens of older versions and go on."""
+    def flip(self, version: int, progress: "Mapping[str, Progress]", *, kv_kept: bool) -> int:
+        """At a pause: `version` takes over, with the KV cache of what is in flight or (`kv_kept=False`) without it. Returns
+        how many requests have tokens of older versions and go on."""
         straddlers = 0
         with self.lock:
             self.version = version
             for request in self._in_flight.values():
                 at = None if request.key is None else progress.get(request.key)
                 num_sampled = at.num_sampled if at is not None else 0
-                started = kv_kept and at is not None and at.started
-                request.at_update(version, started=started, num_sampled=max(num_sampled, len(request.token_ids_before)))
+                started = request.num_reprefills > 0 or (at is not None and at.started)
+                request.at_update(
+                    version,
+                    has_old_kv=kv_kept and started,
+                    num_sampled=max(num_sampled, len(request.token_ids_before)),
+                )
                 straddlers += num_sampled > 0
         return straddlers
 

@@ -162,9 +162,10 @@ class Updater:
             # nothing else orders the writer's stream before the loop's
             torch.cuda.synchronize(self.model.device)
         self.manager.isolate_prefixes()
-        straddlers = self.tracker.flip(version, self.manager.progress(), kv_kept=not self.refresh_kv)
         if self.refresh_kv:
+            # before progress is read: a token that was sampled and not yet booked (asynchronous batching) goes with its KV
             self.manager.recompute_kv()
+        straddlers = self.tracker.flip(version, self.manager.progress(), kv_kept=not self.refresh_kv)
         self.watch.record()
         return straddlers
 

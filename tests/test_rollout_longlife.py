@@ -380,6 +380,29 @@ def test_refreshing_makes_logprobs_those_of_the_new_weights_and_keeping_does_not
         assert (rollout.num_reprefills, rollout.prefill_version) == (0, 0)
 
 
+def test_refreshing_drops_a_token_that_was_sampled_and_not_booked_and_labels_its_place_anew() -> None:
+    engine = GenerationEngine(marker_llama(), EngineConfig(kv_at_update="refresh"))
+    gate = StepGate(engine)
+    with engine:
+        future = engine.submit([5, 6], GREEDY)
+        gate.step(4)
+        gate.wait_for_arrival()
+
+        def commit(engine: GenerationEngine) -> None:
+            with engine.update() as model:
+                mark(model, 1)
+                (state,) = engine.manager.batch_processor.scheduler.active_requests.values()
+                state.position_offset += 1  # as under asynchronous batching: the next step has run, nothing is booked
+
+        done = engine.call(commit)
+        wait_until(engine.manager.background_thread_status.is_pause_requested)
+        gate.open()
+        done.result(30)
+        rollout = future.result(30)
+    assert rollout.version_spans == [VersionSpan(0, 0), VersionSpan(5, 1)]
+    assert rollout.token_ids == rollout.versions
+
+
 def test_refreshing_loses_nothing_of_groups_and_waiting_requests() -> None:
     config = EngineConfig(kv_at_update="refresh", max_requests=6, max_batch_tokens=16, page_size=4)
     with GenerationEngine(marker_llama(), config) as engine:
