@@ -164,7 +164,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
                 raise EngineDeadError(
                     "the generation loop is not running"
                     if status.fatal_error is None
-                    else f"the generation loop died: {status.fatal_error!r}; make a new engine"
+                    else f"the generation loop died: {status.fatal_error!r}; engine.restart() brings it back"
                 ) from status.fatal_error
         try:
             yield
@@ -414,7 +414,9 @@ class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
     paged_attention: bool
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        if state.request_id not in self.unshareable:
+        # Under asynchronous batching a request may have been cancelled, or have failed, while its last batch ran.
+        is_held = all(state.request_id in allocator.block_table for allocator in self.cache_allocators.values())
+        if is_held and state.request_id not in self.unshareable:
             super().mark_complete_blocks(state, complete_blocks)
 
     def prepare_fork_request(

@@ -124,7 +124,7 @@ ATTRIBUTES: dict[str, list[str]] = {
     "processor": ["cache", "scheduler", "model_runner", "inputs_and_outputs", "offloading_manager"],
     "scheduler": ["active_requests", "waiting_requests", "block_new_requests", "_requests_to_cancel"],
     "cache": ["cache_allocators", "layer_to_allocator", "num_blocks", "max_batch_tokens", "dtype"],
-    "allocator": ["ledger", "index", "layer_type", "_kv_token_views"],
+    "allocator": ["ledger", "index", "layer_type", "block_table", "_kv_token_views"],
     "ledger": ["hash_to_block", "block_to_hash"],
     "state": [
         "request_id",
