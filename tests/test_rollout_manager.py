@@ -146,7 +146,7 @@ def test_a_batch_that_ends_after_its_request_was_cancelled_marks_no_blocks(statu
     cache = GenerationEngine(tiny_llama(), EngineConfig(page_size=4)).manager.batch_processor.cache
     state = states.RequestState(request_id="gone", initial_tokens=[5] * 8)
     state._status = status  # asynchronous batching books the batch that was under way when the blocks were freed
-    cache.mark_complete_blocks(state, {name: 2 for name in cache.cache_allocators})
+    cache.mark_complete_blocks(state, dict.fromkeys(cache.cache_allocators, 2))
     assert all(not allocator.ledger.hash_to_block for allocator in cache.cache_allocators.values())
 
 
