@@ -4,7 +4,7 @@
 
 All three get the same model, prompts, dtype and threads, greedy and without stopping, in alternating rounds; the median
 round counts. Upstream runs at the best of the sweep printed beside it. "equal" counts sequences whose tokens are those of
-`generate` (one prompt at a time). Peak memory is the process's, over each contender's rounds.
+`generate`. Peak memory is the process's while a contender ran, the engine's KV cache, which is always there, included.
 """
 
 import argparse

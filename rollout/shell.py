@@ -46,13 +46,11 @@ def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedMode
 
 def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Each distinct Parameter and persistent buffer once, under its first name. Tied weights appear once."""
-    seen: dict[int, str] = {}
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen[id(tensor)] = name
-            weights[name] = tensor
-    return weights
+    first_names: dict[int, str] = {}
+    state: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        first_names.setdefault(id(tensor), name)
+    return {name: state[name] for name in first_names.values()}
 
 
 class WeightWatch:

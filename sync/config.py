@@ -1,8 +1,10 @@
 """Settings of a weight sync."""
 
-import math
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
+from rollout.requests import LONGEST_LIMIT_S
 from sync.errors import SyncError
 
 
@@ -15,5 +17,11 @@ class SyncConfig:
     `publish`'s own limit bounds it too. A step of generation, which the pause waits for, takes well under a second."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.update_timeout_s < math.inf):
-            raise SyncError(f"update_timeout_s must be a finite number of seconds above 0, got {self.update_timeout_s}")
+        check_seconds("update_timeout_s", self.update_timeout_s)
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """SyncError unless `value` is a positive number of seconds that a clock can wait."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 < value <= LONGEST_LIMIT_S:
+        raise SyncError(f"{name} must be a positive, finite number of seconds, got {value!r}")

@@ -24,3 +24,4 @@ class SyncReport:
     """Names of the targets that did not take this version; the cause of each is in the log. The next publish, or this
     version again, rolls them forward."""
     transport: str
+    """How the bytes came to the engines: "in_process", by a copy in this process's memory."""

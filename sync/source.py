@@ -29,8 +29,7 @@ class TensorMap:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise SyncError(f"only tensors can be published, {name} is a {type(tensor).__name__}")
+            _check_tensor(name, tensor)
         self._tensors = tensors
 
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -55,3 +54,20 @@ def as_source(source: Source) -> WeightSource | Iterable[tuple[str, Tensor]]:
             "iterable of (name, tensor)"
         )
     return source
+
+
+def named_tensors(offer: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The pairs of an offer, each checked as it arrives. Raises SyncError for what is no (name, tensor)."""
+    for item in offer:
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise SyncError(f"an iterable source must give (name, tensor) pairs, got a {type(item).__name__}")
+        name, tensor = item
+        _check_tensor(name, tensor)
+        yield name, tensor
+
+
+def _check_tensor(name: object, tensor: object) -> None:
+    if not isinstance(name, str):
+        raise SyncError(f"a tensor's name must be a string, got {name!r}")
+    if not isinstance(tensor, Tensor):
+        raise SyncError(f"only tensors can be published, {name} is a {type(tensor).__name__}")

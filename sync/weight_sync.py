@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rollout import EngineState, GenerationEngine, RolloutError, UpdateRecord
-from sync.config import SyncConfig
+from sync.config import SyncConfig, check_seconds
 from sync.errors import SyncError, SyncTimeoutError
 from sync.manifest import Manifest, held_tensors
 from sync.receiver import commit
 from sync.report import SyncReport
-from sync.source import Source, WeightSource, as_source
+from sync.source import Source, WeightSource, as_source, named_tensors
 from sync.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class WeightSync:
     """
 
     def __init__(
-        self, targets: GenerationEngine | Sequence[GenerationEngine], config: SyncConfig | None = None
+        self, targets: GenerationEngine | Sequence[GenerationEngine], *, config: SyncConfig | None = None
     ) -> None:
         engines = list(targets) if isinstance(targets, Sequence) else [targets]
         if not engines:
@@ -85,8 +85,9 @@ class WeightSync:
         engine took the version; the future carries that error when `wait=False`. If only some failed, the report names
         them. An engine that failed in the middle of its copies is fenced until a later publish succeeds.
         """
-        if timeout_s <= 0:
-            raise SyncError(f"timeout_s must be above 0 seconds, got {timeout_s}")
+        check_seconds("timeout_s", timeout_s)
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+            raise SyncError(f"version must be an integer, or None for the next one, got {version!r}")
         for name, engine in self._targets.items():
             if engine.is_inside_update:
                 raise SyncError(f"publish() inside {name}'s update() would wait for itself; publish after the block")
@@ -106,6 +107,7 @@ class WeightSync:
 
     def close(self, *, timeout_s: float = 120.0) -> None:
         """Wait for a publish under way and free the staging. Closing twice is harmless. Raises SyncTimeoutError."""
+        check_seconds("timeout_s", timeout_s)
         if not self._turn.acquire(timeout=timeout_s):
             raise SyncTimeoutError(f"closing waited {timeout_s} s for a publish to {', '.join(self._targets)} to end")
         self._closed = True
@@ -162,7 +164,7 @@ class WeightSync:
     def _fill(self, offer: Iterable[tuple[str, Tensor]], version: int, deadline: float, timeout_s: float) -> None:
         """Put all that is offered into each staging."""
         addresses = self._addresses()
-        for name, tensor in offer:
+        for name, tensor in named_tensors(offer):
             if (tensor.device, tensor.data_ptr()) in addresses and tensor.numel():
                 raise SyncError(
                     f"an engine runs on the very tensor that the source offers as {name}, so there is nothing to "

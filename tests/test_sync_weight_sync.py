@@ -480,13 +480,45 @@ def test_settings_that_cannot_work_are_refused_with_their_value() -> None:
         WeightSync([])
     with pytest.raises(SyncError, match=r"update_timeout_s must be .* got 0"):
         SyncConfig(update_timeout_s=0)
-    engine = own(tiny_llama())
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf"), 1e300, "5", None, True], ids=str)
+def test_a_limit_that_no_clock_can_wait_is_refused(limit: object) -> None:
+    with own(tiny_llama()) as engine, WeightSync(engine) as weight_sync:
+        for call in (
+            lambda: weight_sync.publish(tiny_llama(), timeout_s=limit),
+            lambda: weight_sync.close(timeout_s=limit),
+            lambda: SyncConfig(update_timeout_s=limit),
+        ):
+            with pytest.raises(SyncError, match=r"timeout_s must be a positive, finite number of seconds, got"):
+                call()
+        assert weight_sync.publish(tiny_llama()).version == 1
+
+
+@pytest.mark.parametrize("version", ["1", 1.0, True])
+def test_a_version_that_is_no_integer_is_refused(version: object) -> None:
     with (
-        engine,
+        own(tiny_llama()) as engine,
         WeightSync(engine) as weight_sync,
-        pytest.raises(SyncError, match=r"timeout_s must be above 0 .* got 0"),
+        pytest.raises(SyncError, match=r"version must be an integer, or None"),
     ):
-        weight_sync.publish(tiny_llama(), timeout_s=0)
+        weight_sync.publish(tiny_llama(), version=version)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ((3, torch.ones(1)), "name must be a string, got 3"),
+        (("lm_head.weight", [1.0]), "lm_head.weight is a list"),
+        (("a", torch.ones(1), 3), r"\(name, tensor\) pairs, got a tuple"),
+        (5, r"\(name, tensor\) pairs, got a int"),
+    ],
+)
+def test_an_iterable_of_something_else_is_refused(item: object, message: str) -> None:
+    with own(tiny_llama()) as engine, WeightSync(engine) as weight_sync:
+        with pytest.raises(SyncError, match=message):
+            weight_sync.publish(iter([item]))
+        assert weight_sync.publish(tiny_llama()).version == 1
 
 
 def test_many_requests_survive_many_publishes_with_exact_versions() -> None:
