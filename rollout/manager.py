@@ -261,6 +261,8 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             state._status = RequestStatus.FINISHED  # as upstream's own eviction does: a batch still out is not booked
             scheduler.finish_request(state.request_id)
             scheduler.add_waiting_request(again)
+        # after an eviction only a finish reopens the queue, and now nothing is left that could finish
+        scheduler.block_new_requests = False
 
     # ---------------------------------------------------------------------------------------------------- numbers
 
