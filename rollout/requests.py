@@ -1,10 +1,11 @@
 """Checks a request before anybody else sees it: upstream's loop dies of what it does not expect, and takes every other
 request with it."""
 
+import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def check_prompt(prompt_ids: Any, params: SamplingParams, limits: Limits) -> lis
     ids = _as_list(prompt_ids)
     if not ids:
         raise InvalidRequestError("the prompt is empty; it needs at least one token (the BOS id, say)")
-    ids = _check_ids("prompt_ids", ids, limits, "pass one flat list of ints, one prompt a call")
+    ids = _token_ids("prompt_ids", ids, limits)
     _check_length(len(ids), params.max_new_tokens, limits)
     return ids
 
@@ -75,8 +76,8 @@ def check_stop_strings(params: SamplingParams, tokenizer: Any) -> None:
 
 
 def check_partial(partial: Any, prompt_ids: list[int], params: SamplingParams, limits: Limits) -> Rollout | None:
-    """A rollout that can go on, with tokens left to generate. Its tokens are prefilled like a prompt's, so they are
-    checked like a prompt's."""
+    """A rollout that can go on, with tokens left to generate. It comes from anywhere, so its tokens are checked as a
+    prompt's are; what is returned shares no list with it."""
     if partial is None:
         return None
     if not isinstance(partial, Rollout):
@@ -94,8 +95,13 @@ def check_partial(partial: Any, prompt_ids: list[int], params: SamplingParams, l
             f"rollout {partial.rollout_id} has {len(partial.token_ids)} tokens already, max_new_tokens="
             f"{params.max_new_tokens} counts them in; raise it to go on"
         )
-    _check_ids("resume_from.token_ids", list(partial.token_ids), limits, "pass a rollout as an engine gave it")
-    return partial
+    return replace(
+        partial,
+        token_ids=_token_ids("resume_from.token_ids", partial.token_ids, limits),
+        logprobs=_logprobs("resume_from.logprobs", partial.logprobs),
+        loss_mask=list(partial.loss_mask),
+        version_spans=list(partial.version_spans),
+    )
 
 
 def check_not_newer(partial: Rollout | None, version: int) -> None:
@@ -153,6 +159,37 @@ def check_metadata(metadata: Any) -> Mapping[str, Any]:
     return dict(metadata)
 
 
+def _token_ids(name: str, tokens: Sequence[Any], limits: Limits) -> list[int]:
+    ids: list[int] = []
+    for position, token in enumerate(tokens):
+        if isinstance(token, bool):
+            raise InvalidRequestError(f"{name}[{position}] is {token!r}, not a token id")
+        try:
+            number = operator.index(token)
+        except TypeError:
+            raise InvalidRequestError(
+                f"{name}[{position}] is {token!r} ({type(token).__name__}), not a token id; pass one flat list of "
+                "ints, one prompt a call"
+            ) from None
+        if not 0 <= number < limits.vocab_size:
+            raise InvalidRequestError(
+                f"{name}[{position}] is {number}, outside the model's vocabulary of {limits.vocab_size} ids; is "
+                "this the model's own tokenizer?"
+            )
+        ids.append(number)
+    return ids
+
+
+def _logprobs(name: str, values: Sequence[Any]) -> list[float]:
+    for position, value in enumerate(values):
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
+            raise InvalidRequestError(
+                f"{name}[{position}] is {value!r}, not a log-probability; resume what precedes it"
+            )
+    return [float(value) for value in values]
+
+
 def _as_list(prompt_ids: Any) -> list[Any]:
     if isinstance(prompt_ids, (str, bytes, bytearray, memoryview)):
         shown = prompt_ids[:40] if isinstance(prompt_ids, str) else bytes(prompt_ids[:40])
@@ -174,27 +211,6 @@ def _as_list(prompt_ids: Any) -> list[Any]:
     raise InvalidRequestError(
         f"prompt_ids must be a flat list of token ids, got {type(prompt_ids).__name__} ({prompt_ids!r:.60}){hint}"
     )
-
-
-def _check_ids(name: str, ids: list[Any], limits: Limits, remedy: str) -> list[int]:
-    """Plain ints within the vocabulary; `remedy` completes the message about what is no integer."""
-    checked: list[int] = []
-    for position, token in enumerate(ids):
-        if isinstance(token, bool):
-            raise InvalidRequestError(f"{name}[{position}] is {token!r}, not a token id; {remedy}")
-        try:
-            number = operator.index(token)
-        except TypeError:
-            raise InvalidRequestError(
-                f"{name}[{position}] is {token!r} ({type(token).__name__}), not a token id; {remedy}"
-            ) from None
-        if not 0 <= number < limits.vocab_size:
-            raise InvalidRequestError(
-                f"{name}[{position}] is {number}, outside the model's vocabulary of {limits.vocab_size} ids; is this "
-                "the model's own tokenizer?"
-            )
-        checked.append(number)
-    return checked
 
 
 def _check_length(prompt_len: int, max_new_tokens: int, limits: Limits) -> None:
