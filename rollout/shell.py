@@ -86,7 +86,7 @@ class WeightWatch:
         ):
             if tensor._version != counter or tensor.data_ptr() != address:
                 return name
-        if self._elements and not torch.equal(_gather(self._elements), self._probe):
+        if not torch.equal(_gather(self._elements), self._probe):
             return "a weight (by a fused optimizer, or through .data)"
         return None
 
@@ -148,4 +148,6 @@ def _can_probe(tensor: torch.Tensor) -> bool:
 
 
 def _gather(elements: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([e.to(torch.float32) for e in elements]) if elements else torch.empty(0)
+    """As bits: NaN, which an optimizer may have written, is not equal to itself."""
+    values = torch.stack([e.to(torch.float32) for e in elements]) if elements else torch.empty(0)
+    return values.view(torch.int32)
