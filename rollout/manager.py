@@ -39,10 +39,11 @@ from rollout.errors import EngineDeadError, PauseTimeoutError, RolloutError
 from rollout.inflight import FORK
 from rollout.requests import check_sample_index
 from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
-from rollout.stops import find_stop
+from rollout.stops import UNREADABLE, find_stop
 from rollout.types import SamplingParams
 
 TESTED_TRANSFORMERS = "5.24"
+NOT_NUMBERS = "the model's logits are not numbers (NaN): are its weights?"
 
 
 class LoopListener(Protocol):
@@ -391,13 +392,18 @@ class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[
             if not state.generated_tokens:
                 continue
             if math.isnan(state.logprobs[-1]):
-                self._end(state, error="the model's logits are not numbers (NaN): are its weights?")
+                self._end(state, error=NOT_NUMBERS)
             elif stop := state.logit_processor_kwargs.get("stop"):
                 assert self.decode is not None
                 # an evicted request's earlier tokens are part of its prompt by now
                 before = state.initial_tokens[state._true_initial_tokens :] if state._true_initial_tokens else []
-                if find_stop(before + state.generated_tokens, stop, self.decode) is not None:
-                    self._end(state)
+                try:
+                    found = find_stop(before + state.generated_tokens, stop, self.decode)
+                except Exception as error:  # the caller's tokenizer; the loop is everybody's
+                    self._end(state, error=f"{UNREADABLE}: {error!r}")
+                else:
+                    if found is not None:
+                        self._end(state)
 
     def _end(self, state: RequestState, *, error: str | None = None) -> None:
         """Ends a request between two steps, as finished or, with an error, as failed."""
@@ -536,6 +542,8 @@ class _ListenerRouter(upstream.OutputRouter):  # type: ignore[misc]
         self._listener = listener
 
     def deliver(self, output: GenerationOutput) -> None:
+        if output.status == RequestStatus.FINISHED and output.logprobs and math.isnan(output.logprobs[-1]):
+            output.status, output.error = RequestStatus.FAILED, NOT_NUMBERS
         if not self._listener.on_output(output):
             super().deliver(output)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+UNREADABLE = "the tokenizer cannot decode the request's tokens, to look for its stop strings"
 MARGIN = 8
 """Tokens looked at beyond those that a stop string can span: some decode to nothing by themselves."""
 

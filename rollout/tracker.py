@@ -7,6 +7,7 @@ here, once.
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from rollout.delivery import Alarms, Delivery
 from rollout.errors import InvalidRequestError
 from rollout.inflight import InFlight, group_keys
-from rollout.stops import find_stop
+from rollout.stops import UNREADABLE, find_stop
 from rollout.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
@@ -193,20 +194,26 @@ class RequestTracker:
             if request is None:
                 return True  # it has ended already: a late word about it changes nothing
             if request.stream is not None:
-                request.stream.see(output.generated_tokens)
+                request.stream.see(output.generated_tokens[: _num_tokens(output)])
             if output.status < output.status.FINISHED:
                 return True  # a word from a stream
             error: str | None = None
+            stop_string: str | None = None
             if output.status == output.status.FINISHED:
-                stopped = output.generated_tokens[-1] in request.stop_ids or self._stop_string(request, output)
-                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+                try:
+                    stop_string = self._stop_string(request, output)
+                except Exception as raised:  # the caller's tokenizer; this is everybody's thread
+                    reason, error = FinishReason.ERROR, f"{UNREADABLE}: {raised!r}"
+                else:
+                    stopped = stop_string is not None or output.generated_tokens[-1] in request.stop_ids
+                    reason = FinishReason.STOP if stopped else FinishReason.LENGTH
             elif request.ending is not None:
                 reason = request.ending
             elif self.stopping:
                 reason, error = FinishReason.ABORT, "the engine was stopped"
             else:
                 reason, error = FinishReason.ERROR, output.error or f"the generation loop died: {self._death!r}"
-            self._finish(request, self._rollout(request, output, reason, error))
+            self._finish(request, self._rollout(request, output, reason, error, stop_string))
         return True
 
     def on_preempted(self, request_id: str, started_at: float) -> None:
@@ -296,20 +303,20 @@ class RequestTracker:
         output: "GenerationOutput | None",
         reason: FinishReason | None,
         error: str | None = None,
+        stop_string: str | None = None,
     ) -> Rollout:
         if output is None:
             before, logprobs = request.token_ids_before, request.logprobs_before
             return request.rollout(token_ids=before, logprobs=logprobs, finish_reason=reason, error=error)
         if request.started_at is None and output.lifespan[0] > 0:
             request.started_at = _wall_time(output.lifespan[0])
-        # a step that was cut short may have booked a token without its log-prob
-        num_tokens = min(len(output.generated_tokens), len(output.logprobs))
+        num_tokens = _num_tokens(output)
         return request.rollout(
             token_ids=output.generated_tokens[:num_tokens],
             logprobs=output.logprobs[:num_tokens],
             finish_reason=reason,
             error=error,
-            stop_string=self._stop_string(request, output) if reason == FinishReason.STOP else None,
+            stop_string=stop_string,
         )
 
     def _stop_string(self, request: InFlight, output: "GenerationOutput") -> str | None:
@@ -317,6 +324,13 @@ class RequestTracker:
             return None
         assert self.decode is not None
         return find_stop(output.generated_tokens, request.stop, self.decode)
+
+
+def _num_tokens(output: "GenerationOutput") -> int:
+    """How many of its tokens were sampled from a distribution and are whole: a step that was cut short may have booked
+    a token without its log-prob, and from logits that are no numbers comes a token whose log-prob is none."""
+    num_tokens = min(len(output.generated_tokens), len(output.logprobs))
+    return num_tokens - 1 if num_tokens and math.isnan(output.logprobs[num_tokens - 1]) else num_tokens
 
 
 def _wall_time(perf_counter: float) -> float:

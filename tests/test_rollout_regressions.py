@@ -9,6 +9,7 @@ from fakes import mark, marker_llama, random_prompts, tiny_llama, wait_until
 
 from rollout import (
     EngineConfig,
+    EngineState,
     FinishReason,
     GenerationEngine,
     InvalidRequestError,
@@ -77,3 +78,60 @@ def test_a_partial_rollout_of_other_number_types_is_taken_and_belongs_to_the_cal
     assert (rollout.token_ids, rollout.logprobs) == ([7], [-1.0])
     assert [type(value) for value in (*rollout.token_ids, *rollout.logprobs)] == [int, float]
     assert rollout.version_spans == [VersionSpan(0, 0)]
+
+
+def nan_after(engine: GenerationEngine, num_steps: int) -> None:
+    """From the given forward on, the model's logits are NaN."""
+    steps = []
+
+    def poison(_: object, args: object, output: object) -> None:
+        steps.append(None)
+        if len(steps) > num_steps:
+            output.logits.fill_(math.nan)
+
+    engine.model.register_forward_hook(poison)
+
+
+@pytest.mark.parametrize("max_new_tokens", [3, 9])
+def test_a_token_without_a_distribution_is_no_token_also_where_it_is_the_last(max_new_tokens: int) -> None:
+    engine = GenerationEngine(tiny_llama())
+    nan_after(engine, 2)
+    with engine:
+        stream = engine.stream([5, 6], SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=()))
+        tokens, rollout = list(stream), stream.result(30)
+    assert rollout.finish_reason == FinishReason.ERROR
+    assert "NaN" in (rollout.error or "")
+    assert len(rollout.token_ids) == 2
+    assert rollout.token_ids == tokens
+    assert all(math.isfinite(logprob) for logprob in rollout.logprobs)
+
+
+def test_weights_that_an_update_made_nan_are_named_as_such() -> None:
+    with GenerationEngine(tiny_llama()) as engine:
+        with engine.update() as model, torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(math.nan)
+        rollout = engine.submit([5], GREEDY).result(30)
+        assert "NaN" in (rollout.error or "")
+        assert engine.state == EngineState.RUNNING
+
+
+class TornPage:
+    """A tokenizer that cannot decode more than a few tokens, as some cannot decode ids beyond their vocabulary."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        if len(token_ids) >= 4:
+            raise IndexError("piece id is out of range")
+        return "a" * len(token_ids)
+
+
+@pytest.mark.parametrize("max_new_tokens", [4, 9])
+def test_a_tokenizer_that_raises_ends_only_the_request_that_needs_it(max_new_tokens: int) -> None:
+    with GenerationEngine(tiny_llama(), tokenizer=TornPage()) as engine:
+        beside = engine.submit([7], GREEDY)
+        params = SamplingParams(max_new_tokens=max_new_tokens, stop=("zz",), stop_token_ids=())
+        rollout = engine.submit([5, 6], params).result(30)
+        assert rollout.finish_reason == FinishReason.ERROR
+        assert "piece id is out of range" in (rollout.error or "")
+        assert len(rollout.token_ids) == 4
+        assert beside.result(30).finish_reason == FinishReason.LENGTH
