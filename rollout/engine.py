@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -91,6 +90,7 @@ class GenerationEngine:
         if tokenizer is not None:
             self._tracker.decode = self._decode
         self._control = ControlThread()
+        self._num_blocks = upstream_config.num_blocks
         self._manager = self._make_manager(upstream_config, paged)
         self._tracker.runner = _Runner(self._manager)
         self._limits = requests.Limits(
@@ -172,23 +172,25 @@ class GenerationEngine:
 
     def restart(self) -> None:
         """Brings an engine back whose generation loop died, with an empty KV cache and at the same version. What was in
-        flight has ended; submit it again, with `resume_from` to go on where it was. An engine that was fenced when its
-        loop died is fenced still."""
+        flight has ended; submit it again, with `resume_from` to go on where it was. One that was fenced when it died still
+        is: an update must succeed first."""
         self._check(EngineState.DEAD)
         # not under the lock, which the dying loop needs for its last words
         if not self._manager.shutdown(STOP_TIMEOUT_S):
             raise EngineStateError("the dead loop's thread has not ended yet; try again")
         with self._tracker.lock:
             self._check(EngineState.DEAD)  # nobody else has restarted or stopped it in the meantime
+            self._manager.free()  # two caches at once may be more memory than there is
             config, paged = upstream_settings(self.config, self._model)
+            # sized once: what was accepted before must fit again, however much memory is left now
+            config.num_blocks = self._num_blocks
             self._manager = self._updater.manager = self._make_manager(config, paged)
             self._tracker.runner = _Runner(self._manager)
-            # the memory that is free now, and with it the cache, may be another than at construction
-            self._limits = replace(self._limits, max_request_tokens=self._manager.max_request_tokens)
             if self._reason is not None:
                 self._manager.hold()
             self._manager.start()
-            self._state, self._error = EngineState.RUNNING if self._reason is None else EngineState.FENCED, None
+            self._state = EngineState.RUNNING if self._reason is None else EngineState.FENCED
+            self._error = None
 
     def __enter__(self) -> Self:
         self.start()

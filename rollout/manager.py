@@ -139,6 +139,10 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         thread.join(timeout_s)
         return not thread.is_alive()
 
+    def free(self) -> None:
+        """Gives the KV cache's memory back, whoever still holds a view of it; only for a loop that has ended."""
+        self.batch_processor.cache.cache_tensor.untyped_storage().resize_(0)
+
     @contextmanager
     def pause_within(self, timeout_s: float) -> Iterator[None]:
         """Upstream's `pause()` with a limit on the wait for it. PauseTimeoutError if the step in progress does not end

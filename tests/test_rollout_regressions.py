@@ -9,6 +9,7 @@ from fakes import mark, marker_llama, random_prompts, tiny_llama, wait_until
 
 from rollout import (
     EngineConfig,
+    EngineFencedError,
     EngineState,
     FinishReason,
     GenerationEngine,
@@ -135,3 +136,59 @@ def test_a_tokenizer_that_raises_ends_only_the_request_that_needs_it(max_new_tok
         assert "piece id is out of range" in (rollout.error or "")
         assert len(rollout.token_ids) == 4
         assert beside.result(30).finish_reason == FinishReason.LENGTH
+
+
+class BurnsDownError(Exception):
+    """What kills the loop in these tests."""
+
+
+def kill(engine: GenerationEngine) -> None:
+    """Makes the loop die in its next step or, if it is held, in its next look at what was cancelled."""
+
+    def burn() -> None:
+        raise BurnsDownError
+
+    engine.manager.batch_processor.scheduler.clear_cancelled_requests = burn
+    wait_until(lambda: engine.state == EngineState.DEAD)
+
+
+def test_an_engine_that_was_fenced_when_it_died_is_fenced_after_a_restart() -> None:
+    model = marker_llama()
+    with GenerationEngine(model) as engine:
+        with pytest.raises(BurnsDownError), engine.update() as shell:  # noqa: PT012
+            shell.lm_head.weight.data[9].fill_(2.0)  # half of an update, in a way that leaves no trace
+            raise BurnsDownError
+        kill(engine)
+        engine.restart()
+        assert engine.state == EngineState.FENCED
+        with pytest.raises(EngineFencedError, match="BurnsDownError"):
+            engine.submit([5], GREEDY)
+        with engine.update() as shell:
+            mark(shell, 3)
+        assert engine.state == EngineState.RUNNING
+        assert engine.submit([5], GREEDY).result(30).token_ids == [3] * 40
+
+
+def test_a_restart_neither_keeps_the_dead_cache_nor_shrinks_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with GenerationEngine(tiny_llama(max_position_embeddings=4096), EngineConfig(max_requests=16)) as engine:
+        old, size = engine.manager.batch_processor.cache, engine.manager.max_request_tokens
+        kill(engine)
+        monkeypatch.setattr("rollout.sizing.MEMORY_SHARE", 1e-9)  # hardly any memory is left
+        engine.restart()
+        assert old.cache_tensor.untyped_storage().nbytes() == 0
+        assert engine.manager.max_request_tokens == size
+        assert len(engine.submit([5], GREEDY).result(30).token_ids) == 40
+
+
+def test_each_refresh_leaves_kv_of_the_newest_weights_only() -> None:
+    long = SamplingParams(max_new_tokens=400, temperature=0, stop_token_ids=())
+    with GenerationEngine(marker_llama(), EngineConfig(kv_at_update="refresh")) as engine:
+        future = engine.submit([5], long)
+        for version in (1, 2, 3):
+            seen = engine.stats().generated_tokens
+            wait_until(lambda seen=seen: engine.stats().generated_tokens > seen)
+            with engine.update() as model:
+                mark(model, version)
+        rollout = future.result(30)
+    assert rollout.token_ids == rollout.versions
+    assert rollout.prefill_version == 3
