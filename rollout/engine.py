@@ -471,7 +471,6 @@ class GenerationEngine:
                 prompt_id=prompt_id,
                 sample_index=index,
                 metadata=metadata,
-                timeout_s=timeout_s,
                 future=RolloutFuture(name, lambda: self._tracker.end_early(request, FinishReason.ABORT)),
                 version=version,
                 resumed=partial,
@@ -479,7 +478,7 @@ class GenerationEngine:
             )
             return request
 
-        group = self._tracker.add(make, lambda: self._check(EngineState.RUNNING))
+        group = self._tracker.add(make, lambda: self._check(EngineState.RUNNING), timeout_s=timeout_s)
         return [request.future for request in group]
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -49,10 +49,10 @@ class InFlight:
     prompt_id: str | None
     sample_index: int
     metadata: Mapping[str, Any]
-    timeout_s: float | None
     future: RolloutFuture
     version: int  # the version that its next token will be sampled under
     spans: list[VersionSpan] = field(default_factory=list)
+    arrival: int = 0  # its group's place in the order of arrival
     # Its id in the manager, once it is there. Never used twice: upstream confuses a reused id with its predecessor.
     key: str | None = None
     started_at: float | None = None

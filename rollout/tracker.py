@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import GenerationOutput
 
     from rollout.manager import Progress
-
-log = logging.getLogger("rollsync")
 
 WINDOW_S = 10.0  # of the tokens-per-second figure
 
@@ -65,7 +63,8 @@ class RequestTracker:
         self._keys = itertools.count()
         self._in_flight: dict[str, InFlight] = {}  # by request id, oldest first
         self._running: dict[str, InFlight] = {}  # with the manager, by the key it has there
-        self._backlog: deque[list[InFlight]] = deque()  # groups that are not yet with the manager
+        self._arrivals = itertools.count()
+        self._backlog: OrderedDict[int, list[InFlight]] = OrderedDict()  # groups that wait, by arrival, oldest first
         self._steps: deque[tuple[float, int]] = deque()  # (monotonic time, tokens) of the last WINDOW_S
         self._delivery = Delivery()
         self.alarms = Alarms()
@@ -77,17 +76,25 @@ class RequestTracker:
         self._delivery.start()
         self.alarms.start()
 
-    def add(self, make: Callable[[str, int], Sequence[InFlight]], check: Callable[[], None]) -> Sequence[InFlight]:
+    def add(
+        self,
+        make: Callable[[str, int], Sequence[InFlight]],
+        check: Callable[[], None],
+        *,
+        timeout_s: float | None,
+    ) -> Sequence[InFlight]:
         """Takes in the group of requests that `make(key, version)` builds, all or none, waiting for room under
         `max_waiting`. The key was never used before, and is no id in flight.
 
-        `check` raises when the engine does not take requests; it is asked again after each wait.
+        `check` raises when the engine does not take requests; it is asked again after each wait. `timeout_s` counts from
+        now: a group that finds no room by then is taken in all the same, and times out at once.
         """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._room:
             check()
-            while self._max_waiting is not None and self._num_waiting() >= self._max_waiting:
+            while self._is_full() and (left := deadline - time.monotonic()) > 0:
                 # bounded by whatever makes room or ends the engine; the pulse only guards against a lost wake-up
-                self._room.wait(1.0)
+                self._room.wait(min(left, 1.0))
                 check()
             group = make(self._new_key(), self.version)
             for request in group:
@@ -95,12 +102,15 @@ class RequestTracker:
                     raise InvalidRequestError(
                         f"request_id {request.request_id!r} is already in flight; use another or wait for its result"
                     )
-            self._in_flight.update({request.request_id: request for request in group})
-            self._backlog.append(list(group))
+            arrival = next(self._arrivals)
+            for request in group:
+                request.arrival = arrival
+                self._in_flight[request.request_id] = request
+            self._backlog[arrival] = list(group)
             self._feed()
-        for request in group:
-            if request.timeout_s is not None:
-                self._set_alarm(request, request.timeout_s)
+        if timeout_s is not None:
+            for request in group:
+                self._set_alarm(request, deadline - time.monotonic())
         return group
 
     def cancel(self, request_id: str) -> bool:
@@ -254,13 +264,17 @@ class RequestTracker:
     def _num_waiting(self) -> int:
         return len(self._in_flight) - len(self._running)
 
+    def _is_full(self) -> bool:
+        return self._max_waiting is not None and self._num_waiting() >= self._max_waiting
+
     def _feed(self) -> None:
         assert self.runner is not None
-        # a group larger than what can run at once starts alone
-        while (self._backlog and len(self._running) + len(self._backlog[0]) <= max(self._max_running, 1)) or (
-            self._backlog and not self._running
-        ):
-            group = self._backlog.popleft()
+        while self._backlog:
+            oldest, group = next(iter(self._backlog.items()))
+            # a group larger than what can run at once starts alone
+            if self._running and len(self._running) + len(group) > self._max_running:
+                break
+            del self._backlog[oldest]
             for request, key in zip(group, group_keys(self._new_key(), len(group)), strict=True):
                 request.key = key
                 self._running[key] = request
@@ -277,10 +291,10 @@ class RequestTracker:
         if request.key is not None:
             del self._running[request.key]
         else:
-            group = next(group for group in self._backlog if request in group)
+            group = self._backlog[request.arrival]
             group.remove(request)
             if not group:
-                self._backlog.remove(group)
+                del self._backlog[request.arrival]
         self.finished += 1
         if request.stream is not None:
             request.stream.end()

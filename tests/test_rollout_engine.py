@@ -195,6 +195,18 @@ def test_a_full_queue_blocks_submit_and_drops_nothing() -> None:
     assert reasons == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.LENGTH]
 
 
+def test_the_time_that_submit_waits_for_room_counts() -> None:
+    engine = GenerationEngine(tiny_llama(), EngineConfig(max_requests=1, max_waiting=1))
+    gate = StepGate(engine)
+    with engine:
+        others = [engine.submit([5], greedy(3)) for _ in range(2)]
+        late = engine.submit([5], greedy(3), timeout_s=0.1)  # returns, though nothing makes room
+        rollout = late.result(30)
+        assert (rollout.finish_reason, rollout.token_ids) == (FinishReason.TIMEOUT, [])
+        gate.open()
+        assert [len(future.result(30).token_ids) for future in others] == [3, 3]
+
+
 def test_a_blocked_submit_ends_when_the_engine_stops() -> None:
     engine = GenerationEngine(tiny_llama(), EngineConfig(max_requests=1, max_waiting=1))
     gate = StepGate(engine)
