@@ -134,8 +134,8 @@ class Prompts:
     data: Any
     args: argparse.Namespace
 
-    def submit(self, engine: GenerationEngine, number: int) -> list[Future[Rollout]]:
-        """Queues the group of prompt `number`."""
+    def submit(self, engine: GenerationEngine, number: int) -> Sequence[Future[Rollout]]:
+        """Queues the group of prompt `number`, which is prefilled once."""
         text = self.prompt_text(self.data[number]["question"])
         # A chat template writes its own special tokens.
         ids = self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
@@ -145,20 +145,17 @@ class Prompts:
             temperature=self.args.temperature,
             seed=(self.args.seed << 32) + number,
         )
-        return [
-            engine.submit(
-                ids,
-                params,
-                request_id=f"{name}-{index}",
-                group_id=name,
-                prompt_id=name,
-                sample_index=index,
-                metadata={"number": number, "prompt": text},
-            )
-            for index in range(self.args.group_size)
-        ]
+        return engine.submit_group(
+            ids,
+            params,
+            size=self.args.group_size,
+            request_id=name,
+            group_id=name,
+            prompt_id=name,
+            metadata={"number": number, "prompt": text},
+        )
 
-    def collect(self, futures: list[Future[Rollout]]) -> list[Rollout]:
+    def collect(self, futures: Sequence[Future[Rollout]]) -> list[Rollout]:
         """Waits for a group. Its rewards are the verifier's scores of the answers extracted from the texts."""
         return [self.score(future.result()) for future in futures]
 

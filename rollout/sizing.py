@@ -12,6 +12,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from rollout import attention
 from rollout.config import EngineConfig
+from rollout.errors import InvalidRequestError
 
 DEFAULT_PAGE_SIZE = ContinuousBatchingConfig().page_size
 PAGE_SIZE = 32
@@ -31,6 +32,11 @@ def upstream_settings(config: EngineConfig, shell: PreTrainedModel) -> tuple[Con
     """Upstream's config for `config`, and whether our attention is to be used. Gives the shell an attention that upstream
     accepts: the trainer may have asked for any."""
     given = config.continuous_batching
+    if given is not None and not isinstance(given, ContinuousBatchingConfig):
+        raise InvalidRequestError(
+            "EngineConfig.continuous_batching must be transformers' ContinuousBatchingConfig(...) or None, got "
+            f"{type(given).__name__}"
+        )
     upstream = deepcopy(given) if given is not None else ContinuousBatchingConfig()
     sizes: Mapping[str, int | None] = {
         "num_blocks": config.num_blocks or upstream.num_blocks,

@@ -86,6 +86,11 @@ def test_upstream_settings_that_cannot_work_fail_in_the_constructor(changes: dic
     assert own_threads() == before, "a thread was left behind"
 
 
+def test_upstream_settings_of_another_kind_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"must be transformers' ContinuousBatchingConfig.* got dict"):
+        GenerationEngine(tiny_llama(), EngineConfig(continuous_batching={"page_size": 16}))
+
+
 def tiny_t5() -> nn.Module:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
