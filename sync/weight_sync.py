@@ -101,8 +101,10 @@ class WeightSync:
             if self._closed:
                 raise SyncError("this WeightSync is closed; make a new one")
             staged = self._stage(source, version, deadline, timeout_s)
-            future = self._committer.submit(self._commit_and_end_turn, staged, deadline, timeout_s)
+            future = self._committer.submit(self._commit, staged, deadline, timeout_s)
             unless_committing.pop_all()
+            # also when the caller cancels the future before the commit begins
+            future.add_done_callback(lambda _: self._turn.release())
         return future.result() if wait else future
 
     def close(self, *, timeout_s: float = 120.0) -> None:
@@ -194,12 +196,6 @@ class WeightSync:
             for engine in self._targets.values()
             for held in held_tensors(engine.model)
         }
-
-    def _commit_and_end_turn(self, staged: "_Staged", deadline: float, timeout_s: float) -> SyncReport:
-        try:
-            return self._commit(staged, deadline, timeout_s)
-        finally:
-            self._turn.release()
 
     def _commit(self, staged: "_Staged", deadline: float, timeout_s: float) -> SyncReport:
         calls: dict[str, Future[UpdateRecord]] = {}
