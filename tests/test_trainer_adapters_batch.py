@@ -98,6 +98,8 @@ def test_to_moves_every_tensor_and_keeps_the_ids() -> None:
     ("changes", "message"),
     [
         ({"reward": None}, "rollout a has no reward"),
+        ({"reward": float("nan")}, "rollout a has the reward nan"),
+        ({"reward": float("-inf")}, "rollout a has the reward -inf"),
         ({"finish_reason": None}, "rollout a is still in flight"),
         ({"prompt_ids": []}, "rollout a has no prompt"),
     ],

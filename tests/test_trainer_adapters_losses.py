@@ -140,6 +140,13 @@ def test_fully_masked_batch_gives_zero_loss_and_zero_gradient() -> None:
     assert (metrics.num_tokens, metrics.ratio_mean, metrics.ratio_max, metrics.clip_share) == (0, 0, 0, 0)
 
 
+def test_a_batch_without_rows_has_no_loss() -> None:
+    nothing = torch.zeros(0, 3, requires_grad=True)
+    loss, metrics = grpo_loss(nothing, nothing, torch.zeros(0), nothing)
+    loss.backward()
+    assert (loss.item(), metrics.num_tokens, metrics.ratio_max) == (0.0, 0, 0.0)
+
+
 def test_masked_positions_may_hold_anything() -> None:
     logprobs = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], requires_grad=True)
     old = torch.tensor([[-1.0, -math.inf, math.nan, math.inf]])

@@ -1,5 +1,6 @@
 """Rollouts as the tensors of a training step."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,7 +59,7 @@ def pad_rollouts(groups: Sequence[Sequence[Rollout]], pad_id: int | None) -> Rol
     in `dropped_ids`; partial ones (LENGTH, ABORT, TIMEOUT) are in, marked `truncated`.
 
     `pad_id` fills the rows; any valid id will do, the EOS id too. Raises AdapterError if it is none, if a kept rollout
-    has no reward, no prompt or is still in flight, or if none is kept.
+    has no finite reward, no prompt or is still in flight, or if none is kept.
     """
     if pad_id is None or pad_id < 0:
         raise AdapterError(f"pad_id must be a token id, got {pad_id}; a tokenizer without one can use its EOS id")
@@ -126,5 +127,10 @@ def _reward_of(rollout: Rollout) -> float:
     if rollout.reward is None:
         raise AdapterError(
             f"rollout {rollout.rollout_id} has no reward; give it one with dataclasses.replace(rollout, reward=...)"
+        )
+    if not math.isfinite(rollout.reward):
+        raise AdapterError(
+            f"rollout {rollout.rollout_id} has the reward {rollout.reward}, which would make its whole group's advantages NaN; "
+            "give it a finite one, or leave it out"
         )
     return rollout.reward

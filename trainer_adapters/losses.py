@@ -97,7 +97,8 @@ def grpo_loss(
         total = torch.where(counted, logprobs - behaviour, -math.inf).exp()
         is_clipped = clipped * advantage < ratio * advantage
         is_truncated = (log_weight > log_max) | ((log_ratio > log_max) & (advantage < 0))
-        numbers = [num_tokens, total.sum(), total.max(), (is_clipped & counted).sum(), (is_truncated & counted).sum()]
+        highest = total.max() if total.numel() else total.sum()
+        numbers = [num_tokens, total.sum(), highest, (is_clipped & counted).sum(), (is_truncated & counted).sum()]
         count, ratio_sum, ratio_max, num_clipped, num_truncated = torch.stack([n.double() for n in numbers]).tolist()
     share = 1 / max(count, 1)
     return loss, LossMetrics(
