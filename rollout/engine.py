@@ -478,7 +478,12 @@ class GenerationEngine:
             )
             return request
 
-        group = self._tracker.add(make, lambda: self._check(EngineState.RUNNING), timeout_s=timeout_s)
+        group = self._tracker.add(
+            make,
+            lambda: self._check(EngineState.RUNNING),
+            may_wait=lambda: self._updater.refuse_inside("submit() of more than max_waiting"),
+            timeout_s=timeout_s,
+        )
         return [request.future for request in group]
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -81,18 +81,21 @@ class RequestTracker:
         make: Callable[[str, int], Sequence[InFlight]],
         check: Callable[[], None],
         *,
+        may_wait: Callable[[], None],
         timeout_s: float | None,
     ) -> Sequence[InFlight]:
         """Takes in the group of requests that `make(key, version)` builds, all or none, waiting for room under
         `max_waiting`. The key was never used before, and is no id in flight.
 
-        `check` raises when the engine does not take requests; it is asked again after each wait. `timeout_s` counts from
-        now: a group that finds no room by then is taken in all the same, and times out at once.
+        `check` raises when the engine does not take requests; it is asked again after each wait. `may_wait` raises where
+        the caller would wait for itself. `timeout_s` counts from now: a group that finds no room by then is taken in all
+        the same, and times out at once.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._room:
             check()
             while self._is_full() and (left := deadline - time.monotonic()) > 0:
+                may_wait()
                 # bounded by whatever makes room or ends the engine; the pulse only guards against a lost wake-up
                 self._room.wait(min(left, 1.0))
                 check()

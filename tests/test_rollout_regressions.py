@@ -11,6 +11,7 @@ from rollout import (
     EngineConfig,
     EngineFencedError,
     EngineState,
+    EngineStateError,
     FinishReason,
     GenerationEngine,
     InvalidRequestError,
@@ -192,3 +193,16 @@ def test_each_refresh_leaves_kv_of_the_newest_weights_only() -> None:
         rollout = future.result(30)
     assert rollout.token_ids == rollout.versions
     assert rollout.prefill_version == 3
+
+
+def test_a_submit_inside_an_update_never_waits_for_room_that_the_update_keeps_from_coming() -> None:
+    with GenerationEngine(marker_llama(), EngineConfig(max_requests=1, max_waiting=1)) as engine:
+        futures = [engine.submit([5], SamplingParams(max_new_tokens=400, stop_token_ids=())) for _ in range(2)]
+        with engine.update(timeout_s=60):
+            with pytest.raises(EngineStateError, match="max_waiting"):
+                engine.submit([6], GREEDY)
+            futures[1].cancel()  # waiting, so it ends at once and makes room
+            third = engine.submit([6], GREEDY)
+        futures[0].cancel()
+        rollout = third.result(30)
+        assert set(rollout.versions) == {1}
