@@ -6,7 +6,6 @@ here, once.
 """
 
 import itertools
-import logging
 import math
 import threading
 import time
