@@ -1,11 +1,13 @@
 """Attention over the paged KV cache on a CPU, one request at a time in memory terms, many at a time in compute.
 
 Upstream's CPU path is a dense attention of all requests' queries over all requests' keys under a mask of
-[batch tokens, cache tokens]. Here the batch is cut into its requests: those that decode (one query each) are padded to
-a common length and attended together with grouped queries, straight from the cache; those that prefill go one by one.
-Same tokens, no mask, and the cost grows with what is attended to, not with its square over requests.
+[batch tokens, cache tokens]. Here the batch is cut into its requests: those that decode (one query each) are attended
+together with grouped queries, straight from the cache, by a compiled kernel where there is one, else by torch, padded to a
+common length; those that prefill go one by one. Same tokens, no mask, and the cost grows with what is attended to, not
+with its square over requests.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from rollout.kernels import Kernels
 
 NAME = "rollsync_paged"
 
@@ -25,6 +29,17 @@ class DecodeGroup:
     queries: torch.Tensor  # [n] row of each request's query in the batch
     rows: torch.Tensor  # [n, longest] row of each key in the cache, 0 where padded
     bias: torch.Tensor | None  # [n, 1, longest] 0 for keys, -inf for padding; None: nothing is padded
+
+
+@dataclass(frozen=True)
+class RaggedDecodes:
+    """Requests with one query each, for the compiled kernel: nothing is padded. All int64."""
+
+    batch_rows: torch.Tensor  # [n] row of each request's query in the batch
+    rows: torch.Tensor  # [any] rows of the cache; request i's keys are in rows[starts[i]:stops[i]]
+    starts: torch.Tensor  # [n]
+    stops: torch.Tensor  # [n]
+    kernels: Kernels
 
 
 @dataclass(frozen=True)
@@ -43,24 +58,32 @@ class Plan:
 
     decodes: list[DecodeGroup]
     prefills: list[Prefill]
+    ragged: RaggedDecodes | None = None  # in place of `decodes` where there is a kernel for them
 
 
 def plan_batch(
-    query_ends: list[int], key_ends: list[int], rows: torch.Tensor | None, *, window: int | None, dtype: torch.dtype
+    query_ends: list[int],
+    key_ends: list[int],
+    rows: torch.Tensor | None,
+    *,
+    window: int | None,
+    dtype: torch.dtype,
+    kernels: Kernels | None = None,
 ) -> Plan:
     """Cuts a batch into its requests.
 
     `query_ends` and `key_ends` are cumulative lengths, from 0. `rows` [num_keys] are the cache rows of all keys in
     order; None: nothing is read from the cache, every request attends to its new keys only. `window`: the sliding
-    window in tokens, whose keys before it are not in `rows` unless a query of the same step still needs them.
+    window in tokens, whose keys before it are not in `rows` unless a query of the same step still needs them. `dtype` is
+    the cache's; `kernels` serve fp32.
     """
-    decoding: dict[int, list[tuple[int, int, int]]] = {}
+    decoding: list[tuple[int, int, int]] = []
     prefills: list[Prefill] = []
     for i in range(len(query_ends) - 1):
         q0, q1, k0, k1 = query_ends[i], query_ends[i + 1], key_ends[i], key_ends[i + 1]
         num_queries, num_keys = q1 - q0, k1 - k0
         if num_queries == 1 and rows is not None:
-            decoding.setdefault(_length_class(num_keys), []).append((q0, k0, k1))
+            decoding.append((q0, k0, k1))
         elif num_queries == num_keys and (window is None or num_queries <= window):
             prefills.append(Prefill(start=q0, stop=q1, rows=None, bias=None))
         else:
@@ -73,8 +96,11 @@ def plan_batch(
                     bias=_causal_bias(num_queries, num_keys, window, dtype),
                 )
             )
-    groups = [_decode_group(members, rows, dtype) for members in decoding.values() if rows is not None]
-    return Plan(decodes=groups, prefills=prefills)
+    if not decoding or rows is None:
+        return Plan(decodes=[], prefills=prefills)
+    if kernels is not None and dtype == torch.float32:
+        return Plan(decodes=[], prefills=prefills, ragged=_ragged(decoding, rows, kernels))
+    return Plan(decodes=_padded(decoding, rows, dtype), prefills=prefills)
 
 
 @dataclass(frozen=True)
@@ -111,7 +137,13 @@ def paged_attention(
     num_heads, head_dim = queries.shape[1], queries.shape[2]
     scale = scaling if scaling is not None else head_dim**-0.5
     softcap: float | None = kwargs.get("softcap")
-    out = queries.new_empty(queries.shape[0], num_heads, new_values.shape[-1])
+    if paged.plan.ragged is not None:
+        # under autocast the queries may be of another dtype than the cache
+        out = torch.empty(queries.shape[0], num_heads, new_values.shape[-1])
+        _attend_ragged(queries, paged.keys, paged.values, paged.plan.ragged, scale, softcap, out)
+        out = out.to(queries.dtype)
+    else:
+        out = queries.new_empty(queries.shape[0], num_heads, new_values.shape[-1])
     for group in paged.plan.decodes:
         out[group.queries] = _attend_decodes(queries[group.queries], paged.keys, paged.values, group, scale, softcap)
     for prefill in paged.plan.prefills:
@@ -131,6 +163,30 @@ def supports(model: PreTrainedModel) -> bool:
     with or without capped logits (Gemma 2), without sinks (gpt-oss, which says that it does not support sdpa)."""
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return bool(model._supports_sdpa) or capped
+
+
+def _attend_ragged(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    decodes: RaggedDecodes,
+    scale: float,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> None:
+    queries = queries.to(torch.float32)
+    decodes.kernels.attend(
+        queries if queries.stride(2) == 1 else queries.contiguous(),
+        keys.contiguous(),
+        values.contiguous(),
+        rows=decodes.rows,
+        batch_rows=decodes.batch_rows,
+        starts=decodes.starts,
+        stops=decodes.stops,
+        scale=scale,
+        softcap=softcap,
+        out=out,
+    )
 
 
 def _attend_decodes(
@@ -180,6 +236,21 @@ def _attend_prefill(
     scores += bias if bias is not None else _causal_bias(q.shape[2], k.shape[2], None, scores.dtype)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
     return torch.matmul(weights, v.repeat_interleave(repeats, dim=1))[0].transpose(0, 1)
+
+
+def _ragged(members: list[tuple[int, int, int]], rows: torch.Tensor, kernels: Kernels) -> RaggedDecodes:
+    # Samples of one prompt share rows: side by side, each finds in the core's cache what the one before has read.
+    first = rows[torch.tensor([k0 for _, k0, _ in members])].tolist()
+    order = sorted(range(len(members)), key=lambda i: first[i])
+    table = torch.tensor([members[i] for i in order]).t().contiguous()
+    return RaggedDecodes(batch_rows=table[0], rows=rows.contiguous(), starts=table[1], stops=table[2], kernels=kernels)
+
+
+def _padded(members: Iterable[tuple[int, int, int]], rows: torch.Tensor, dtype: torch.dtype) -> list[DecodeGroup]:
+    classes: dict[int, list[tuple[int, int, int]]] = {}
+    for member in members:
+        classes.setdefault(_length_class(member[2] - member[1]), []).append(member)
+    return [_decode_group(alike, rows, dtype) for alike in classes.values()]
 
 
 def _decode_group(members: list[tuple[int, int, int]], rows: torch.Tensor, dtype: torch.dtype) -> DecodeGroup:

@@ -37,6 +37,7 @@ from transformers.generation.continuous_batching.requests import (
 from rollout import attention
 from rollout.errors import EngineDeadError, PauseTimeoutError, RolloutError
 from rollout.inflight import FORK
+from rollout.kernels import Kernels, kernels
 from rollout.requests import check_sample_index
 from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
 from rollout.stops import UNREADABLE, find_stop
@@ -309,6 +310,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             _adopt(processor.cache, RolloutCache)
             processor.cache.unshareable, processor.cache.plans = set(), {}
             processor.cache.paged_attention = self.paged_attention
+            processor.cache.kernels = kernels() if self.paged_attention else None
             _adopt(processor.model_runner, RolloutModelRunner)
             processor.scheduler.router, processor.scheduler.listener = self.output_router, self.listener
             self.logit_processor.static = self.uses_graphs
@@ -424,6 +426,7 @@ class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
     unshareable: set[str]  # requests whose blocks must never be found by a prefix search
     plans: dict[str, attention.Plan]  # by attention type, for the step that runs
     paged_attention: bool
+    kernels: Kernels | None
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         # Under asynchronous batching a request may have been cancelled, or have failed, while its last batch ran.
@@ -467,6 +470,7 @@ class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
                 rows,
                 window=allocator.sliding_window if sliding else None,
                 dtype=self.dtype,
+                kernels=self.kernels,
             )
         new_keys, new_values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         if sliding:

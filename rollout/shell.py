@@ -12,6 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rollout.errors import InvalidRequestError
+from rollout.kernels import kernels
+from rollout.linear import adopt_linear_layers
 
 
 def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedModel:
@@ -40,6 +42,8 @@ def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedMode
     for parameter in shell.parameters():
         if parameter.device.type == "meta":
             raise InvalidRequestError("some parameters are on the meta device; load the model fully before hosting it")
+    if shell.device.type == "cpu":
+        adopt_linear_layers(shell, kernels())
     shell.eval()
     return shell
 
