@@ -567,7 +567,8 @@ class GenerationEngine:
         self._on_death(error)
         with self._tracker.lock:
             reason = FinishReason.ABORT if self._tracker.stopping else FinishReason.ERROR
-        why = "the engine was stopped" if self._tracker.stopping else f"the generation loop died: {error!r}"
+        # what it died of first, not what its own error handling then raised
+        why = "the engine was stopped" if self._tracker.stopping else f"the generation loop died: {self._error!r}"
         self._tracker.end_all(reason, why, self._manager.outputs())
         self._tracker.wake_waiting()
 

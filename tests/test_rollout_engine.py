@@ -118,8 +118,11 @@ def test_a_bfloat16_model_runs_and_its_logprobs_are_close() -> None:
 def test_autocast_gives_the_logprobs_of_a_forward_under_autocast() -> None:
     model = tiny_llama()
     prompts = random_prompts([1, 17, 60])
+    dtypes: set[torch.dtype] = set()
     with GenerationEngine(model, EngineConfig(autocast_dtype=torch.bfloat16)) as engine:
+        engine.model.lm_head.register_forward_hook(lambda _, args, logits: dtypes.add(logits.dtype))
         rollouts = engine.generate(prompts, greedy(8))
+    assert dtypes == {torch.bfloat16}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for prompt, rollout in zip(prompts, rollouts, strict=True):
             expected = forward_logprobs(model, prompt, rollout.token_ids)
@@ -133,6 +136,16 @@ def test_a_model_in_training_mode_stays_in_it_and_drops_nothing_out() -> None:
     with GenerationEngine(model) as engine:
         assert engine.generate([[5, 6]], greedy(10))[0].token_ids == expected
     assert model.training
+
+
+def test_num_threads_is_the_loops_own() -> None:
+    before = torch.get_num_threads()
+    seen: set[int] = set()
+    with GenerationEngine(tiny_llama(), EngineConfig(num_threads=before + 1)) as engine:
+        engine.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+        engine.generate([[5]], greedy(2))
+        assert torch.get_num_threads() == before
+    assert seen == {before + 1}
 
 
 # ------------------------------------------------------------------------------------------------------ many at once

@@ -343,6 +343,25 @@ def test_tokens_before_a_death_are_the_right_ones(failing: FailsOnDemand) -> Non
         assert future.result(30).token_ids == expected
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_death_in_which_upstreams_own_handling_fails_loses_nothing(failing: FailsOnDemand) -> None:
+    def fail_too(*_: object) -> None:
+        raise ArithmeticError("and so is the fire brigade")
+
+    with GenerationEngine(failing) as engine:
+        gate = StepGate(engine)
+        future = engine.submit([5, 6], ENDLESS)
+        gate.step(5)
+        gate.wait_for_arrival()
+        engine.manager._fail_all_remaining_requests = fail_too
+        FailsOnDemand.fail.set()
+        gate.open()
+        rollout = future.result(30)
+        assert (rollout.finish_reason, len(rollout.token_ids)) == (FinishReason.ERROR, 5)
+        assert "on fire" in (rollout.error or "")
+        assert engine.state == EngineState.DEAD
+
+
 def test_a_submit_that_waits_for_room_learns_of_the_death(failing: FailsOnDemand) -> None:
     outcome: Future[Rollout] = Future()
     with GenerationEngine(failing, EngineConfig(max_requests=1, max_waiting=1)) as engine:

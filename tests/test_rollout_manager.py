@@ -141,6 +141,33 @@ def test_an_evicted_request_stays_unshareable_only_if_its_kv_comes_back(to_the_c
     engine.stop()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "before", "booked", "processed", "sampled"),
+    [
+        (4, 0, 0, 0, 0),  # not started
+        (4, 0, 0, 2, 0),  # half prefilled
+        (4, 0, 0, 4, 1),  # prefilled, its first token sampled and not yet booked
+        (4, 0, 1, 4, 1),  # booked
+        (4, 0, 1, 5, 2),  # asynchronous batching: the step after has run as well
+        (4, 3, 0, 0, 3),  # evicted after three tokens, or resumed with them
+        (4, 3, 0, 5, 3),  # half prefilled again
+        (4, 3, 0, 7, 4),
+        (4, 3, 2, 8, 5),
+        (4, 3, 2, 9, 6),
+    ],
+)
+def test_progress_counts_every_token_that_is_sampled_booked_or_not(
+    prompt: int, before: int, booked: int, processed: int, sampled: int
+) -> None:
+    manager = GenerationEngine(tiny_llama()).manager
+    state = states.RequestState(
+        request_id="a", initial_tokens=[5] * (prompt + before), _true_initial_tokens=prompt if before else 0
+    )
+    state.generated_tokens, state.position_offset = [6] * booked, processed
+    manager.batch_processor.scheduler.active_requests["a"] = state
+    assert manager.progress()["a"].num_sampled == sampled
+
+
 @pytest.mark.parametrize("status", [states.RequestStatus.FAILED, states.RequestStatus.DECODING])
 def test_a_batch_that_ends_after_its_request_was_cancelled_marks_no_blocks(status: states.RequestStatus) -> None:
     cache = GenerationEngine(tiny_llama(), EngineConfig(page_size=4)).manager.batch_processor.cache
