@@ -142,10 +142,10 @@ def test_a_request_that_takes_too_long_ends_with_what_it_has() -> None:
     engine = GenerationEngine(model, EngineConfig(max_requests=1))
     gate = StepGate(engine)
     with engine:
-        active = engine.submit([5], ENDLESS, timeout_s=0.05)
+        active = engine.submit([5], ENDLESS, timeout_s=1.5)
         gate.step(2)
         gate.wait_for_arrival()
-        waiting = engine.submit([6], ENDLESS, timeout_s=0.1)
+        waiting = engine.submit([6], ENDLESS, timeout_s=1.5)
         assert waiting.result(30).finish_reason == FinishReason.TIMEOUT  # hence the other's time is up as well
         assert waiting.result(30).token_ids == []
         gate.open()
