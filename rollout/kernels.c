@@ -1,5 +1,5 @@
-/* The two things that a step on a CPU spends its time on, fp32: attention of the requests that decode, read straight from
-   the paged cache, and linear layers over weights as the model stores them. Compiled by kernels.py. */
+/* What a decode step on a CPU spends its time on, fp32: attention read straight from the paged cache, linear layers over
+   weights as the model stores them, sampling, norms. Compiled by kernels.py. */
 
 #include <math.h>
 #include <stdint.h>
@@ -240,5 +240,89 @@ void rollsync_linear(const float *inputs, const float *weight, const float *bias
                     tile(rows, dim, panel, shift, ROWS, 2, count, to, num_outputs);
             }
         }
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------------- sampling */
+
+enum { CHUNK = 256 };
+
+/* The sum of e^(x / temperature - top) over up to CHUNK logits, each also in `weights`. */
+INLINE double weigh(const float *logits, int64_t count, float temperature, float top, float *weights) {
+    double total = 0.0;
+    for (int64_t i = 0; i < count; i++) weights[i] = exp_of(logits[i] / temperature - top);
+    int64_t i = 0;
+    lanes sums = {0};
+    for (; i + LANES <= count; i += LANES) sums += load(weights + i);
+    for (; i < count; i++) total += weights[i];
+    return total + sum(sums);
+}
+
+/* The first token whose cumulative weight exceeds `goal`. */
+static int64_t draw_token(const float *logits, int64_t vocab, float temperature, float top, double goal) {
+    float weights[CHUNK];
+    double reached = 0.0;
+    int64_t last = 0;
+    for (int64_t start = 0; start < vocab; start += CHUNK) {
+        int64_t count = vocab - start < CHUNK ? vocab - start : CHUNK;
+        double added = weigh(logits + start, count, temperature, top, weights);
+        if (reached + added > goal)
+            for (int64_t i = 0; i < count; i++) {
+                if (weights[i] > 0.0f) last = start + i; /* a token of no weight is never drawn, whatever the rounding */
+                reached += weights[i];
+                if (reached > goal) return last;
+            }
+        else
+            reached += added;
+    }
+    return last;
+}
+
+/* The next token of each of `num_rows` rows of logits [num_rows, vocab] and its log-prob: the most likely one where the
+   temperature is 0, else the one at `uniforms[row]` of the cumulative distribution. */
+void rollsync_sample(const float *logits, const float *temperatures, const double *uniforms, int64_t num_rows,
+                     int64_t vocab, int64_t *tokens, float *logprobs, int num_threads) {
+    (void)num_threads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *x = logits + row * vocab;
+        float temperature = temperatures[row] > 0.0f ? temperatures[row] : 1.0f, weights[CHUNK];
+        float tops[LANES];
+        for (int j = 0; j < LANES; j++) tops[j] = -INFINITY;
+        int64_t i = 0, token = 0;
+        for (; i + LANES <= vocab; i += LANES)
+            for (int j = 0; j < LANES; j++) tops[j] = x[i + j] > tops[j] ? x[i + j] : tops[j];
+        float highest = -INFINITY;
+        for (int j = 0; j < LANES; j++) highest = tops[j] > highest ? tops[j] : highest;
+        for (; i < vocab; i++) highest = x[i] > highest ? x[i] : highest;
+        float top = highest / temperature;
+        double total = 0.0;
+        for (int64_t start = 0; start < vocab; start += CHUNK)
+            total += weigh(x + start, vocab - start < CHUNK ? vocab - start : CHUNK, temperature, top, weights);
+        if (temperatures[row] > 0.0f)
+            token = draw_token(x, vocab, temperature, top, uniforms[row] * total);
+        else
+            while (token < vocab - 1 && x[token] != highest) token++;
+        tokens[row] = token;
+        logprobs[row] = x[token] / temperature - top - (float)log(total);
+    }
+}
+
+/* ----------------------------------------------------------------------------------------------------------- norms */
+
+/* out = x / sqrt(mean(x^2) + epsilon) * (offset + weight), row by row. */
+void rollsync_rms_norm(const float *inputs, const float *weight, float offset, float epsilon, float *out,
+                       int64_t num_rows, int64_t dim, int num_threads) {
+    (void)num_threads;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *x = inputs + row * dim;
+        float *y = out + row * dim, total = 0.0f;
+        lanes squares = {0};
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES) squares += load(x + i) * load(x + i);
+        for (; i < dim; i++) total += x[i] * x[i];
+        float factor = 1.0f / sqrtf((total + sum(squares)) / (float)dim + epsilon);
+        for (i = 0; i < dim; i++) y[i] = x[i] * factor * (offset + weight[i]);
     }
 }

@@ -39,6 +39,7 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         try:
             self._attend, self._linear = library.rollsync_attend, library.rollsync_linear
+            self._sample, self._rms_norm = library.rollsync_sample, library.rollsync_rms_norm
             self._scratch_size = library.rollsync_linear_scratch
         except AttributeError as error:
             raise OSError(f"{path}: {error}") from None
@@ -46,7 +47,9 @@ class Kernels:
         self._attend.argtypes = [pointer, size, size, *[pointer] * 6, *[size] * 4, real, real, pointer, number]
         self._attend.restype = None
         self._linear.argtypes = [*[pointer] * 4, *[size] * 3, pointer, number]
-        self._linear.restype = None
+        self._sample.argtypes = [*[pointer] * 3, size, size, pointer, pointer, number]
+        self._rms_norm.argtypes = [pointer, pointer, real, real, pointer, size, size, number]
+        self._linear.restype = self._sample.restype = self._rms_norm.restype = None
         self._scratch_size.argtypes = [size, size]
         self._scratch_size.restype = size
         self._scratch = threading.local()
@@ -115,6 +118,48 @@ class Kernels:
             num_outputs,
             dim,
             self._scratch_of(self._scratch_size(num_inputs, dim)).data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def sample(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Next tokens [num_rows] (int64) and their log-probs [num_rows] from dense logits [num_rows, vocab].
+
+        temperatures [num_rows], 0 for greedy; uniforms [num_rows] in [0, 1), float64: where in the cumulative
+        distribution each token is drawn. The log-prob of a greedy row is that at temperature 1.
+        """
+        num_rows, vocab = logits.shape
+        temperatures = temperatures.contiguous()
+        assert logits.is_contiguous()
+        assert uniforms.is_contiguous()
+        assert (logits.dtype, temperatures.dtype, uniforms.dtype) == (torch.float32, torch.float32, torch.float64)
+        tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+        self._sample(
+            logits.data_ptr(),
+            temperatures.data_ptr(),
+            uniforms.data_ptr(),
+            num_rows,
+            vocab,
+            tokens.data_ptr(),
+            logprobs.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return tokens, logprobs
+
+    def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, *, offset: float, epsilon: float) -> torch.Tensor:
+        """`F.rms_norm` over the last dimension, times (offset + weight); both dense."""
+        dim = weight.shape[0]
+        out = torch.empty_like(inputs)
+        self._rms_norm(
+            inputs.data_ptr(),
+            weight.data_ptr(),
+            offset,
+            epsilon,
+            out.data_ptr(),
+            inputs.numel() // dim,
+            dim,
             torch.get_num_threads(),
         )
         return out

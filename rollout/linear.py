@@ -23,7 +23,7 @@ class ShellLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
-        if not _is_plain(input, weight, bias):
+        if not is_plain(input, weight, bias):
             return F.linear(input, weight, bias)
         num_rows = input.numel() // weight.shape[1]
         if self.kernels is not None and num_rows >= KERNEL_ROWS:
@@ -45,14 +45,14 @@ def adopt_linear_layers(module: nn.Module, kernels: Kernels | None) -> None:
             layer.kernels = kernels  # type: ignore[assignment]
 
 
-def _is_plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def is_plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     tensors = [input, weight] if bias is None else [input, weight, bias]
     return (
         all(type(t) in (torch.Tensor, nn.Parameter) for t in tensors)
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
         and all(t.is_contiguous() for t in tensors[1:])
         and input.numel() > 0
-        and input.shape[-1] == weight.shape[1]
+        and input.shape[-1] == weight.shape[-1]
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()

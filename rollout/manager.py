@@ -490,7 +490,11 @@ class RolloutModelRunner(ModelRunner):  # type: ignore[misc]
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         rows: SamplingRows = self.logit_processor
         tokens, logprobs = sample(
-            scores[0], rows.packed, any_random=rows.any_random or rows.static, any_filter=rows.any_filter or rows.static
+            scores[0],
+            rows.packed,
+            any_random=rows.any_random or rows.static,
+            any_filter=rows.any_filter or rows.static,
+            kernels=self.cache.kernels,
         )
         count = tokens.shape[0]
         output_ids[0, :count].copy_(tokens)

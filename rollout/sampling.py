@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout.kernels import Kernels
+
 _BITS = 24  # of each half of a uniform number: two halves travel as int32 and make 48 random bits
 
 
@@ -64,15 +66,23 @@ NUM_ARGUMENTS = 5  # rows of the packed form
 
 
 def sample(
-    logits: torch.Tensor, packed: torch.Tensor, *, any_random: bool = True, any_filter: bool = True
+    logits: torch.Tensor,
+    packed: torch.Tensor,
+    *,
+    any_random: bool = True,
+    any_filter: bool = True,
+    kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens [num_rows] (int64) and their log-probs [num_rows] from float32 logits [num_rows, vocab].
 
     `packed` is what `pack_rows` makes. The log-prob of a token is that of the distribution it was sampled from: after
     temperature, and renormalised over what top-k and top-p keep; for greedy rows that of the unscaled distribution.
-    `any_random` and `any_filter` tell that no row samples or filters, which skips that work.
+    `any_random` and `any_filter` tell that no row samples or filters, which skips that work. `kernels` serve batches on a
+    CPU in which no row filters.
     """
     temperature, top_p = packed[0].view(torch.float32), packed[1].view(torch.float32)
+    if kernels is not None and not any_filter:
+        return kernels.sample(logits.contiguous(), temperature, _uniforms(packed))
     greedy = temperature == 0
     if not any_random:
         tokens = logits.argmax(dim=-1)
@@ -83,11 +93,14 @@ def sample(
     logprobs = scaled.log_softmax(dim=-1)
     # float64: the running sum over a large vocabulary must not round away the tail
     cumulative = logprobs.exp().to(torch.float64).cumsum(dim=-1)
-    uniform = (packed[3].to(torch.float64) * (1 << _BITS) + packed[4].to(torch.float64)) / (1 << (2 * _BITS))
     # right=True: the first token whose cumulative probability exceeds the draw, hence never one of probability 0
-    drawn = torch.searchsorted(cumulative, uniform.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
+    drawn = torch.searchsorted(cumulative, _uniforms(packed).unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
     tokens = torch.where(greedy, logits.argmax(dim=-1), drawn.clamp(max=logits.shape[-1] - 1))
     return tokens, _at(logprobs, tokens)
+
+
+def _uniforms(packed: torch.Tensor) -> torch.Tensor:
+    return (packed[3].to(torch.float64) * (1 << _BITS) + packed[4].to(torch.float64)) / (1 << (2 * _BITS))
 
 
 def _keep_likely(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rollout.errors import InvalidRequestError
 from rollout.kernels import kernels
 from rollout.linear import adopt_linear_layers
+from rollout.norms import adopt_norms
 
 
 def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedModel:
@@ -44,6 +45,7 @@ def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedMode
             raise InvalidRequestError("some parameters are on the meta device; load the model fully before hosting it")
     if shell.device.type == "cpu":
         adopt_linear_layers(shell, kernels())
+        adopt_norms(shell, kernels())
     shell.eval()
     return shell
 

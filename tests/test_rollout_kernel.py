@@ -12,6 +12,7 @@ from fakes import ARCHITECTURES, greedy_reference, random_prompts, tiny_llama
 from rollout import GenerationEngine, SamplingParams
 from rollout.attention import PagedKeys, paged_attention, plan_batch
 from rollout.kernels import KernelLibrary, Kernels, kernels
+from rollout.sampling import SamplingRow, pack_rows, sample
 
 CACHE_ROWS = 1000
 MODULE = torch.nn.Module()
@@ -140,6 +141,47 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, without: str, mo
         rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=24, temperature=0, stop_token_ids=()))
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         assert rollout.token_ids == greedy_reference(model, prompt, 24)
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 64, 255, 256, 257, 1000])
+def test_the_kernel_draws_what_torch_draws(compiled: Kernels, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(60, vocab, generator=generator) * 3
+    rows = [SamplingRow(temperature=[0.0, 0.3, 1.0, 2.0][i % 4]) for i in range(60)]
+    packed = pack_rows(rows, torch.rand(60, generator=generator).tolist())
+    tokens, logprobs = sample(logits, packed, any_filter=False, kernels=compiled)
+    expected, expected_logprobs = sample(logits, packed, any_filter=False)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_kernel_draws_the_ends_of_the_distribution_and_nothing_of_no_weight(compiled: Kernels) -> None:
+    logits = torch.full((4, 600), -torch.inf)
+    logits[:, [3, 300, 590]] = 0.0
+    uniforms = torch.tensor([0.0, 0.34, 0.5, 1 - 2**-48], dtype=torch.float64)
+    tokens, logprobs = compiled.sample(logits, torch.ones(4), uniforms)
+    assert tokens.tolist() == [3, 300, 300, 590]
+    torch.testing.assert_close(logprobs, torch.full((4,), 1 / 3).log())
+
+
+def test_the_kernels_greedy_token_is_the_first_of_the_best(compiled: Kernels) -> None:
+    logits = torch.zeros(2, 100)
+    logits[0, [40, 70, 99]] = 2.0
+    tokens, _ = compiled.sample(logits, torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    assert tokens.tolist() == [40, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_still_give_a_token(compiled: Kernels, temperature: float) -> None:
+    logits = torch.full((3, 100), torch.nan)
+    logits[1, 5:] = 1.0
+    logits[2, 7] = torch.inf
+    tokens, logprobs = compiled.sample(logits, torch.full((3,), temperature), torch.full((3,), 0.5).double())
+    assert bool(((tokens >= 0) & (tokens < 100)).all())
+    assert logprobs.isnan().all()
 
 
 # ------------------------------------------------------------------------------------------------------- compilation
