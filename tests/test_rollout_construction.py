@@ -105,6 +105,12 @@ def on_meta() -> nn.Module:
         return tiny_llama()
 
 
+def tensor_parallel() -> nn.Module:
+    model = tiny_llama()
+    model._device_mesh = object()  # what `from_pretrained(tp_plan="auto")` leaves
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -114,8 +120,9 @@ def on_meta() -> nn.Module:
         (tiny_t5, "T5ForConditionalGeneration is an encoder-decoder"),
         (headless, "LlamaModel has no language-model head; use its ForCausalLM class"),
         (on_meta, "must be on one real device, got .*meta"),
+        (tensor_parallel, "tensor-parallel models are not supported; load the model on one device"),
     ],
-    ids=["module", "wrapped", "None", "encoder-decoder", "no head", "meta"],
+    ids=["module", "wrapped", "None", "encoder-decoder", "no head", "meta", "tensor-parallel"],
 )
 def test_a_model_that_cannot_be_hosted_is_refused(make: Callable[[], nn.Module], message: str) -> None:
     before = own_threads()

@@ -156,6 +156,23 @@ def test_a_stop_string_is_found_across_an_eviction() -> None:
         assert rollout.text(tokenizer) == text[: text.index(stop)]
 
 
+def test_after_an_eviction_a_stop_string_lets_new_requests_in_like_any_other_end() -> None:
+    tokenizer = Letters()
+    engine = GenerationEngine(tiny_llama(), tokenizer=tokenizer)
+    gate = StepGate(engine)
+    with engine:
+        gate.open()
+        stop = engine.submit([5, 6], GREEDY).result(30).text(tokenizer)[5:8]
+        gate.is_open = False
+        first = engine.submit([5, 6], replace(GREEDY, stop=(stop,)))
+        gate.wait_for_arrival()
+        engine.manager.batch_processor.scheduler.block_new_requests = True  # as an eviction does
+        second = engine.submit([7], GREEDY)
+        gate.open()
+        assert first.result(30).stop_string == stop
+        assert len(second.result(30).token_ids) == 40
+
+
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     with GenerationEngine(tiny_llama()) as engine, pytest.raises(InvalidRequestError, match="tokenizer"):
         engine.submit([5], SamplingParams(stop=("x",)))
