@@ -135,6 +135,7 @@ ATTRIBUTES: dict[str, list[str]] = {
         "logit_processor_kwargs",
         "lifespan",
         "status",
+        "_status",
     ],
     "logits": ["tensors_required", "do_processing"],
 }
