@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -73,6 +74,7 @@ class GenerationEngine:
         self._state = EngineState.CREATED
         self._reason: str | None = None  # of FENCED
         self._error: BaseException | None = None  # of DEAD
+        self._was_started = False
         self._num_updates = 0
         self._last_update: UpdateRecord | None = None
         self._model = build_shell(model, copy_weights=copy_weights)
@@ -93,12 +95,7 @@ class GenerationEngine:
         self._num_blocks = upstream_config.num_blocks
         self._manager = self._make_manager(upstream_config, paged)
         self._tracker.runner = _Runner(self._manager)
-        self._limits = requests.Limits(
-            vocab_size=self._model.get_input_embeddings().num_embeddings,
-            max_request_tokens=self._manager.max_request_tokens,
-            max_positions=getattr(self._model.config.get_text_config(), "max_position_embeddings", None),
-            eos_ids=_eos_ids(self._model),
-        )
+        self._limits = self._manager.limits
         self._updater = Updater(
             model=self._model,
             manager=self._manager,
@@ -141,11 +138,14 @@ class GenerationEngine:
         """Starts generating. `with engine:` does this and the stop."""
         with self._tracker.lock:  # a stop or update on another thread finds it started, or not
             self._check(EngineState.CREATED)
-            self._watch.record()
-            self._control.start()
-            self._tracker.start()
-            self._manager.start()
-            self._state = EngineState.RUNNING
+            if not self._was_started:
+                # later, what has changed since the last session is a change outside update()
+                self._watch.record()
+                self._control.start()
+                self._tracker.start()
+            self._manager.launch()
+            self._was_started, self._tracker.stopping = True, False
+            self._state = EngineState.RUNNING if self._reason is None else EngineState.FENCED
         _running.add(self)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
@@ -188,7 +188,7 @@ class GenerationEngine:
             self._tracker.runner = _Runner(self._manager)
             if self._reason is not None:
                 self._manager.hold()
-            self._manager.start()
+            self._manager.launch()
             self._state = EngineState.RUNNING if self._reason is None else EngineState.FENCED
             self._error = None
 
@@ -497,6 +497,7 @@ class GenerationEngine:
                 self._model,
                 config,
                 self._tracker,
+                _Owner(self.start, self._on_manager_stop),
                 paged_attention=paged,
                 autocast_dtype=self.config.autocast_dtype,
                 num_threads=self.config.num_threads,
@@ -556,21 +557,43 @@ class GenerationEngine:
                 self._state, self._reason = EngineState.RUNNING, None
                 self._manager.release()
 
+    def _on_manager_stop(self, again: bool, abort: bool) -> None:
+        with self._tracker.lock:
+            if self._state in (EngineState.RUNNING, EngineState.FENCED):
+                self._tracker.stopping = abort or self._state == EngineState.FENCED
+                self._state = EngineState.CREATED if again else EngineState.STOPPED
+            elif self._state == EngineState.CREATED and not again:
+                self._state = EngineState.STOPPED
+        self._tracker.wake_waiting()
+
     def _on_death(self, error: BaseException | None) -> None:
         # the loop's thread, before any request resolves: whoever sees its ERROR sees the engine's state too
         with self._tracker.lock:
-            if self._state not in (EngineState.STOPPED, EngineState.DEAD):
+            stopped = self._state == EngineState.CREATED and error is None  # by manager.stop, kept for another session
+            if not stopped and self._state not in (EngineState.STOPPED, EngineState.DEAD):
                 self._state, self._error = EngineState.DEAD, error
 
     def _on_exit(self, error: BaseException | None) -> None:
         # the loop's thread, its last act
         self._on_death(error)
         with self._tracker.lock:
-            reason = FinishReason.ABORT if self._tracker.stopping else FinishReason.ERROR
+            stopped = self._tracker.stopping or self._state in (EngineState.CREATED, EngineState.STOPPED)
+        reason = FinishReason.ABORT if stopped else FinishReason.ERROR
         # what it died of first, not what its own error handling then raised
-        why = "the engine was stopped" if self._tracker.stopping else f"the generation loop died: {self._error!r}"
+        why = "the engine was stopped" if stopped else f"the generation loop died: {self._error!r}"
         self._tracker.end_all(reason, why, self._manager.outputs())
         self._tracker.wake_waiting()
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The engine, as the manager sees it."""
+
+    start: Callable[[], None]
+    on_stop: Callable[[bool, bool], None]
+
+    def stopping(self, *, again: bool, abort: bool) -> None:
+        self.on_stop(again, abort)
 
 
 class _Runner:
@@ -595,16 +618,7 @@ class _Runner:
         )
 
     def cancel_request(self, key: str) -> None:
-        self._manager.cancel_request(key)
-
-
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """What the model itself stops at: its generation config's EOS ids, else its config's; () if it has none."""
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
-    ids = [eos] if isinstance(eos, int) else list(eos or ())
-    return tuple(int(token) for token in ids if token >= 0)
+        self._manager.cancel(key)
 
 
 def _changed_outside(name: str) -> str:

@@ -3,12 +3,15 @@
 `RolloutManager` is a `ContinuousBatchingManager` (all that upstream documents works on it) that in addition
 - delivers finished, failed and cancelled requests to a listener, on the loop's thread;
 - samples each request by its own parameters, without touching the process's random state;
+- checks the requests of upstream's own methods as the engine checks its own, and gives each reader its own results;
 - can be held: the loop idles, answering pauses and stops, and runs no forward;
 - tells at a pause how many tokens of each request have been sampled, and forgets KV of older weights for new requests.
 """
 
 import math
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -34,17 +37,19 @@ from transformers.generation.continuous_batching.requests import (
     create_warmup_future_states,
 )
 
-from rollout import attention
-from rollout.errors import EngineDeadError, PauseTimeoutError, RolloutError
+from rollout import attention, requests
+from rollout.errors import EngineDeadError, EngineStateError, PauseTimeoutError, RolloutError
 from rollout.inflight import FORK
 from rollout.kernels import Kernels, kernels
-from rollout.requests import check_sample_index
+from rollout.results import RequestNames, ResultQueue
 from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
 from rollout.stops import UNREADABLE, find_stop
-from rollout.types import SamplingParams
+from rollout.upstream_api import ThroughManager, UpstreamRequests
+from rollout.upstream_requests import check_row
 
 TESTED_TRANSFORMERS = "5.24"
 NOT_NUMBERS = "the model's logits are not numbers (NaN): are its weights?"
+CANCELLED = "cancelled"
 
 
 class LoopListener(Protocol):
@@ -67,6 +72,17 @@ class LoopListener(Protocol):
         """The loop has ended; `error` is what killed it, None after a stop. Nothing is delivered after this."""
 
 
+class Owner(Protocol):
+    """Whose manager it is. Its state follows what is done to the manager directly."""
+
+    def start(self) -> None:
+        """Somebody calls `start()`: calls `launch`, or raises where that makes no sense."""
+
+    def stopping(self, *, again: bool, abort: bool) -> None:
+        """Somebody calls `stop()`: no more requests are taken. `again`: the manager is kept, to be started once more.
+        `abort`: what is in flight will not run to its end."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far one request is, at a pause."""
@@ -77,14 +93,15 @@ class Progress:
     """Tokens sampled so far, booked or not."""
 
 
-class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
-    """See the module's docstring. One per engine; started and stopped once."""
+class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # type: ignore[misc]
+    """See the module's docstring. One per engine."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         config: ContinuousBatchingConfig,
         listener: LoopListener,
+        owner: Owner,
         *,
         paged_attention: bool,
         autocast_dtype: torch.dtype | None,
@@ -97,14 +114,19 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             generation_config.eos_token_id = -1
         if generation_config.max_new_tokens is None:
             # upstream's None is unbounded and ends in a dead loop when the cache is full
-            generation_config.max_new_tokens = 256
+            generation_config.max_new_tokens = requests.DEFAULT_NEW_TOKENS
         super().__init__(model, generation_config, config)
-        self.listener = listener
+        self.listener, self._owner = listener, owner
         self.autocast_dtype = autocast_dtype
         self.num_threads = num_threads
         self.decode = decode
         self.logit_processor = SamplingRows(config.seed)
-        self.output_router = _ListenerRouter(listener)
+        self.names = RequestNames()
+        self.results = ResultQueue()
+        self.output_router = _ListenerRouter(listener, self.names, self.results)
+        self.max_queue_size = config.max_queue_size
+        # ours never wait for room: a full queue would raise in the loop, which hands them over
+        self.input_queue: queue.Queue[RequestState] = queue.Queue()
         if config.scheduler_type not in _OUR_SCHEDULERS:
             raise ValueError(f"scheduler_type must be one of {sorted(_OUR_SCHEDULERS)}, got {config.scheduler_type!r}")
         self.continuous_batching_config.scheduler_type = _OUR_SCHEDULERS[config.scheduler_type]
@@ -115,14 +137,21 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         self._held = threading.Event()
         # here rather than in the loop, so that sizes that cannot work fail in the caller's face
         self.batch_processor = self._create_batch_processor()
+        self.limits = requests.limits_of(model, max_request_tokens=self.max_request_tokens)
+        self.shares_prefixes = bool(self._use_prefix_sharing)
+        for name in ("generate_batch", "init_continuous_batching"):
+            # a second manager over this module would run beside this one's loop, and switch its attention
+            setattr(model, name, ThroughManager(self, name))
 
     # ------------------------------------------------------------------------------------------------- life cycle
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Starts the loop on a daemon thread (upstream's would keep a script that forgets to stop from exiting), never
         in inference mode (upstream copies the caller's, and a manager moved between modes dies)."""
         if self.is_running():
-            return
+            raise EngineStateError(
+                "the generation loop is still finishing what it had; wait for that with manager.join"
+            )
         self.background_thread_status.clear()
         self._generation_thread = threading.Thread(
             target=self._run_generation_loop, kwargs={"use_inference_mode": False}, name="rollsync-loop", daemon=True
@@ -148,6 +177,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
     def pause_within(self, timeout_s: float) -> Iterator[None]:
         """Upstream's `pause()` with a limit on the wait for it. PauseTimeoutError if the step in progress does not end
         in time, EngineDeadError if the loop is gone. Must be entered and left on one thread."""
+        self._refuse_on_loop("a pause")
         status = self.background_thread_status
         with status._condition:
             status._pauses_requested += 1
@@ -200,6 +230,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         token_ids: Sequence[int] = (),
         logprobs: Sequence[float] = (),
         streaming: bool = False,
+        record_timestamps: bool = False,
     ) -> None:
         """Queues a request that the caller has checked, with one sample for each of `rows`: the first has `request_id`, the
         others `request_id__child#0` and so on. The prompt is prefilled once. Never blocks.
@@ -216,10 +247,81 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
             eos_token_id=list(stop_ids),
             num_children=len(rows) - 1,
             streaming=streaming,
+            record_timestamps=record_timestamps,
             logit_processor_kwargs={"rows": tuple(rows), "stop": tuple(stop)},
         )
         self.input_queue.put_nowait(state)
         self._wake_up_loop.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Asks for the end of a request that came by `add`. May be called anywhere."""
+        upstream.ContinuousBatchingManager.cancel_request(self, request_id)
+
+    # ------------------------------------------------------------------------------------------- upstream's own methods
+
+    def start(self) -> None:
+        """Upstream's: starts the engine."""
+        if not self.is_running():
+            self._owner.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Upstream's: what is queued or in flight runs to its end, then the loop ends; with `hard_stop`, and where the
+        engine is fenced, it ends at once with what it has. The engine takes no more requests and is STOPPED or, with
+        `keep_for_next_session`, CREATED: it can be started again, at the same version and with an empty KV cache.
+        `engine.stop()` is to be called all the same: it ends the engine's other threads."""
+        self._refuse_on_loop("stop()")
+        status = self.background_thread_status
+        if status.is_pause_requested(local=True):
+            raise EngineStateError("stop() inside a pause would wait for itself; leave the pause first")
+        if self._generation_thread is None:
+            return
+        self._owner.stopping(again=keep_for_next_session, abort=hard_stop)
+        status.request_stop(
+            status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, self.distributed_helper.global_rank
+        )
+        self._wake_up_loop.set()
+        if block:
+            self.join(time.perf_counter(), timeout)
+
+    def destroy(self) -> None:
+        """Upstream's: a stop after which nothing can be started any more."""
+        self._owner.stopping(again=False, abort=False)
+        super().destroy()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Upstream's. Weights that are changed inside it fence the engine: that is what `engine.update()` is for."""
+        self._refuse_on_loop("pause()")
+        with super().pause():
+            yield
+
+    def warmup(self) -> None:
+        """Upstream's, before the start. Its made-up batches take the whole cache, so there is none beside requests."""
+        if not self.is_running():
+            super().warmup()
+        elif self.batch_processor.model_runner.pad_inputs:
+            raise EngineStateError("warmup() needs the cache for itself; call it before engine.start()")
+
+    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
+        """Upstream's; the engine's own model has its attention already."""
+        if getattr(self, "model", None) is not model:
+            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], Any]) -> None:
+        """Upstream's; what has been delivered already is handed over too. Should the handler's event loop be closed when a
+        result comes, it is for `get_result`."""
+        router: _ListenerRouter = self.output_router
+        with router.delivering:
+            super().register_result_handler(request_id, callback)
+            handler, loop = router.result_handlers[request_id]
+            while (output := self.results.get_for(request_id, 0, lambda: False)) is not None:
+                loop.call_soon(handler, output)
 
     @property
     def max_request_tokens(self) -> int:
@@ -252,10 +354,7 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
         """New requests share no KV written before this moment: cached blocks go, hashes go, and the blocks of requests
         now in flight are never hashed again (upstream would register each as it walks their tables)."""
         cache: RolloutCache = self.batch_processor.cache
-        cache.evict_cached_blocks()
-        for allocator in cache.cache_allocators.values():
-            allocator.ledger.hash_to_block.clear()
-            allocator.ledger.block_to_hash.clear()
+        cache.forget_prefixes()
         cache.unshareable.update(state.request_id for state in self._states() if _progress(state).started)
 
     def recompute_kv(self) -> None:
@@ -284,6 +383,23 @@ class RolloutManager(upstream.ContinuousBatchingManager):  # type: ignore[misc]
     def num_cache_tokens(self) -> int:
         """Capacity of the KV cache in tokens."""
         return int(self.batch_processor.cache.num_blocks * self.continuous_batching_config.page_size)
+
+    # --------------------------------------------------------------------------------------------- upstream's requests
+
+    def _refuse_on_loop(self, what: str) -> None:
+        if threading.current_thread() is self._generation_thread:
+            raise EngineStateError(f"{what} on the generation loop's own thread would wait for itself")
+
+    def has_room(self) -> bool:
+        """Whether `max_queue_size` lets another request in. EngineDeadError or EngineStateError if none is taken any more."""
+        status = self.background_thread_status
+        if status.fatal_error is not None:
+            raise EngineDeadError(
+                f"the generation loop died: {status.fatal_error!r}; engine.restart() brings it back"
+            ) from status.fatal_error
+        if status.local_status != status.DONT_STOP:
+            raise EngineStateError("the generation loop is stopping or has stopped; it takes no more requests")
+        return not self.max_queue_size or self.input_queue.qsize() < self.max_queue_size
 
     # --------------------------------------------------------------------------------------------- upstream's seams
 
@@ -372,10 +488,20 @@ class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[
     autocast: Any
     decode: Callable[[list[int]], str] | None
 
+    def reset(self) -> None:
+        super().reset()
+        # the weights may have changed since the last session
+        self.cache.forget_prefixes()
+        self.cache.unshareable.clear()
+
     def _update_tp_group_state(self) -> bool:
         # Called first in each iteration; a pause, if one is asked for, is spent in here. True: schedule nothing.
         stopping = bool(super()._update_tp_group_state())
         if self.held.is_set() and not stopping:
+            status = self.background_thread_status
+            if status.local_status == status.FLUSH_AND_STOP:
+                # nothing that is in flight will ever end by itself
+                status.request_stop(status.HARD_STOP, self.distributed_helper.global_rank)
             for state in self.scheduler.clear_cancelled_requests():
                 self.offloading_manager.free_request_cpu_cache(state)
             return True
@@ -427,6 +553,13 @@ class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
     plans: dict[str, attention.Plan]  # by attention type, for the step that runs
     paged_attention: bool
     kernels: Kernels | None
+
+    def forget_prefixes(self) -> None:
+        """No block that is in the cache now is found by a prefix search."""
+        self.evict_cached_blocks()
+        for allocator in self.cache_allocators.values():
+            allocator.ledger.hash_to_block.clear()
+            allocator.ledger.block_to_hash.clear()
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         # Under asynchronous batching a request may have been cancelled, or have failed, while its last batch ran.
@@ -517,9 +650,7 @@ class SamplingRows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         if "rows" in kwargs:
             return  # ours, checked at submit
         # upstream's own: what raises here fails one request, later it would be the loop
-        row = SamplingRow.from_kwargs(kwargs)
-        SamplingParams(temperature=row.temperature, top_k=row.top_k, top_p=row.top_p, seed=row.seed)
-        check_sample_index(row.sample_index)
+        check_row(SamplingRow.from_kwargs(kwargs))
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.copy_(pack_rows([SamplingRow()], [0.0]))
@@ -549,15 +680,28 @@ class SamplingRows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
 class _ListenerRouter(upstream.OutputRouter):  # type: ignore[misc]
     """Gives the engine's outputs to the listener on the loop's thread; upstream's own requests go upstream's way."""
 
-    def __init__(self, listener: LoopListener) -> None:
+    def __init__(self, listener: LoopListener, names: RequestNames, results: ResultQueue) -> None:
         super().__init__()
-        self._listener = listener
+        self.output_queue = results
+        self.delivering = threading.RLock()
+        self._listener, self._names = listener, names
 
     def deliver(self, output: GenerationOutput) -> None:
         if output.status == RequestStatus.FINISHED and output.logprobs and math.isnan(output.logprobs[-1]):
             output.status, output.error = RequestStatus.FAILED, NOT_NUMBERS
-        if not self._listener.on_output(output):
-            super().deliver(output)
+        if self._listener.on_output(output):
+            return
+        key = output.request_id
+        output.request_id = self._names.name_of(key) or key
+        with self.delivering:
+            try:
+                super().deliver(output)
+            except RuntimeError:
+                # the handler's event loop is closed; unheard, the error would end this one
+                self.result_handlers.pop(output.request_id, None)
+                super().deliver(output)
+        if output.is_finished():
+            self._names.forget(key)
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         for output in outputs:
@@ -617,7 +761,8 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
             state = self.active_requests.get(parent) or self.waiting_requests.get(parent)
             if state is not None and request_id in _unborn(state):
                 self.cancelled_unborn.add(request_id)
-                self.router.deliver(GenerationOutput(request_id=request_id, status=RequestStatus.FAILED))
+                output = GenerationOutput(request_id=request_id, status=RequestStatus.FAILED, error=CANCELLED)
+                self.router.deliver(output)
         born = self.cancelled_unborn & (self.active_requests.keys() | self.waiting_requests.keys())
         self.cancelled_unborn -= born
         self._requests_to_cancel |= born
@@ -632,6 +777,7 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
             self.block_new_requests = False
         for state in cancelled:
             state.status = RequestStatus.FAILED  # an end, told apart from a word of a stream
+            state.error = CANCELLED
             self.router.deliver(state.to_generation_output())
         return cancelled
 
@@ -715,6 +861,11 @@ RELIED_ON: tuple[tuple[type, tuple[str, ...]], ...] = (
         (
             "pause",
             "cancel_request",
+            "join",
+            "destroy",
+            "warmup",
+            "switch_to_cb_friendly_attn",
+            "register_result_handler",
             "is_running",
             "_create_batch_processor",
             "_handle_critical_error",
@@ -727,6 +878,7 @@ RELIED_ON: tuple[tuple[type, tuple[str, ...]], ...] = (
         (
             "clear",
             "request_stop",
+            "FLUSH_AND_STOP",
             "HARD_STOP",
             "pause_and_wait",
             "release_pause",

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from rollout.errors import InvalidRequestError
 from rollout.types import FinishReason, Rollout, SamplingParams
 
+DEFAULT_NEW_TOKENS = 256
+"""Where upstream's own methods are given no limit: their None is unbounded, and the loop dies when the cache is full."""
 LONGEST_LIMIT_S = 1e9
 """Thirty years: no wait of ours goes beyond what the platform's clocks can express."""
 
@@ -26,6 +29,16 @@ class Limits:
     max_request_tokens: int  # of one request in the KV cache
     max_positions: int | None  # of the model; None: unlimited
     eos_ids: tuple[int, ...]  # what stop_token_ids=None stands for
+
+
+def limits_of(model: PreTrainedModel, *, max_request_tokens: int) -> Limits:
+    """The limits of an engine over `model` whose cache holds `max_request_tokens` for one request."""
+    return Limits(
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        max_request_tokens=max_request_tokens,
+        max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        eos_ids=_eos_ids(model),
+    )
 
 
 def check_params(params: Any) -> SamplingParams:
@@ -65,6 +78,25 @@ def check_stop_ids(params: SamplingParams, limits: Limits) -> tuple[int, ...]:
                 "anything; is this the model's own tokenizer?"
             )
     return tuple(params.stop_token_ids)
+
+
+def check_eos(eos_token_id: Any) -> tuple[int, ...]:
+    """Upstream's form of it: None, one id or several; negative ones stand for none."""
+    ids = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, numbers.Number) else eos_token_id
+    try:
+        return tuple(number for number in map(operator.index, ids) if number >= 0)
+    except TypeError:
+        raise InvalidRequestError(
+            f"eos_token_id must be a token id, a list of them or None, got {eos_token_id!r}"
+        ) from None
+
+
+def most_new_tokens(prompt_len: int, limits: Limits) -> int:
+    """How many tokens a prompt of that length can be continued with; below 1 if it is too long by itself."""
+    places = limits.max_request_tokens
+    if limits.max_positions is not None:
+        places = min(places, limits.max_positions)
+    return places - prompt_len + 1
 
 
 def check_stop_strings(params: SamplingParams, tokenizer: Any) -> None:
@@ -226,3 +258,11 @@ def _check_length(prompt_len: int, max_new_tokens: int, limits: Limits) -> None:
             f"{prompt_len} prompt tokens + max_new_tokens={max_new_tokens} reach position {needed}, beyond the model's "
             f"{limits.max_positions}; lower max_new_tokens or shorten the prompt"
         )
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """What the model itself stops at: its generation config's EOS ids, else its config's; () if it has none."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return check_eos(eos)

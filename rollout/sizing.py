@@ -54,7 +54,6 @@ def upstream_settings(config: EngineConfig, shell: PreTrainedModel) -> tuple[Con
     upstream.max_batch_tokens = sizes["max_batch_tokens"]
     upstream.max_requests_per_batch = sizes["max_requests"]
     upstream.allow_block_sharing = upstream.allow_block_sharing and config.prefix_sharing
-    upstream.max_queue_size = 0  # max_waiting is our limit; a full queue there would raise in the loop
     upstream.return_logprobs = True  # a rollout without them cannot be trained on
     paged = on_cpu and attention.supports(shell)
     if paged or shell.config._attn_implementation not in _UPSTREAM_ATTENTION:

@@ -14,6 +14,7 @@ from rollout import (
     EngineState,
     FinishReason,
     GenerationEngine,
+    InvalidRequestError,
     PauseTimeoutError,
     SamplingParams,
 )
@@ -227,16 +228,18 @@ def test_upstream_streaming_still_streams() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_parameter_of_an_upstream_request_fails_it_alone(wrong: dict[str, object]) -> None:
+def test_a_wrong_parameter_of_an_upstream_request_is_refused(wrong: dict[str, object]) -> None:
     model = tiny_llama()
     engine = GenerationEngine(model)
     gate = StepGate(engine)
     with engine:
         ours = engine.submit([5], greedy(10))
         gate.wait_for_arrival()
-        theirs = engine.manager.add_request([6], max_new_tokens=3, **wrong)
-        gate.open()
-        assert upstream_result(engine, theirs).status == states.RequestStatus.FAILED
+        try:
+            with pytest.raises(InvalidRequestError):
+                engine.manager.add_request([6], max_new_tokens=3, **wrong)
+        finally:
+            gate.open()
         assert ours.result(30).token_ids == greedy_reference(model, [5], 10)
         assert engine.state == EngineState.RUNNING
 

@@ -108,6 +108,7 @@ ATTRIBUTES: dict[str, list[str]] = {
         "logit_processor",
         "continuous_batching_config",
         "distributed_helper",
+        "_use_prefix_sharing",
         "_wake_up_loop",
         "_generation_thread",
     ],
@@ -171,7 +172,7 @@ def test_each_attribute_that_is_read_or_set_exists_on_what_upstream_makes() -> N
 def test_every_private_name_that_the_manager_touches_is_in_the_contract() -> None:
     tree = ast.parse(MANAGER_SOURCE.read_text())
     ours = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    set_here = {"_held", "_listener", "_generator", "_max_request_tokens"}
+    set_here = {"_held", "_listener", "_generator", "_max_request_tokens", "_names", "_owner"}
     touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
     private = {name for name in touched if not name.startswith("__")}
     listed = {name for _, name in SIGNATURES} | {name for names in ATTRIBUTES.values() for name in names}
