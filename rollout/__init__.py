@@ -10,6 +10,7 @@ from rollout.errors import (
     PauseTimeoutError,
     RolloutError,
 )
+from rollout.meters import PauseWaits, StepTimes
 from rollout.status import EngineState, EngineStats, UpdateRecord
 from rollout.types import FinishReason, Rollout, SamplingParams, Timings, VersionSpan
 
@@ -24,9 +25,11 @@ __all__ = [
     "GenerationEngine",
     "InvalidRequestError",
     "PauseTimeoutError",
+    "PauseWaits",
     "Rollout",
     "RolloutError",
     "SamplingParams",
+    "StepTimes",
     "Timings",
     "UpdateRecord",
     "VersionSpan",

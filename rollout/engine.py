@@ -29,6 +29,7 @@ from rollout.errors import (
 )
 from rollout.inflight import InFlight
 from rollout.manager import RolloutManager
+from rollout.meters import Meters
 from rollout.sampling import SamplingRow
 from rollout.shell import WeightWatch, build_shell
 from rollout.sizing import upstream_settings
@@ -91,6 +92,7 @@ class GenerationEngine:
         )
         if tokenizer is not None:
             self._tracker.decode = self._decode
+        self._meters = Meters()
         self._control = ControlThread()
         self._num_blocks = upstream_config.num_blocks
         self._manager = self._make_manager(upstream_config, paged)
@@ -411,6 +413,10 @@ class GenerationEngine:
             tokens_per_s=self._tracker.tokens_per_s(),
             kv_used=self._manager.kv_used(),
             preemptions=self._tracker.preemptions,
+            prefix_hits=self._meters.prefix_hits,
+            prefix_hit_tokens=self._meters.prefix_hit_tokens,
+            step_times=self._meters.step_times(),
+            pause_waits=self._meters.pause_waits(),
             updates=self._num_updates,
             last_update=self._last_update,
         )
@@ -498,6 +504,7 @@ class GenerationEngine:
                 config,
                 self._tracker,
                 _Owner(self.start, self._on_manager_stop),
+                self._meters,
                 paged_attention=paged,
                 autocast_dtype=self.config.autocast_dtype,
                 num_threads=self.config.num_threads,

@@ -8,6 +8,7 @@
 - tells at a pause how many tokens of each request have been sampled, and forgets KV of older weights for new requests.
 """
 
+import logging
 import math
 import queue
 import threading
@@ -15,8 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,59 +38,22 @@ from transformers.generation.continuous_batching.requests import (
 )
 
 from rollout import attention, requests
-from rollout.errors import EngineDeadError, EngineStateError, PauseTimeoutError, RolloutError
+from rollout.errors import EngineDeadError, EngineFencedError, EngineStateError, PauseTimeoutError, RolloutError
 from rollout.inflight import FORK
 from rollout.kernels import Kernels, kernels
+from rollout.meters import Meters
 from rollout.results import RequestNames, ResultQueue
 from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
+from rollout.seams import LoopListener, Owner, Progress
 from rollout.stops import UNREADABLE, find_stop
 from rollout.upstream_api import ThroughManager, UpstreamRequests
 from rollout.upstream_requests import check_row
 
+log = logging.getLogger("rollsync")
+
 TESTED_TRANSFORMERS = "5.24"
 NOT_NUMBERS = "the model's logits are not numbers (NaN): are its weights?"
 CANCELLED = "cancelled"
-
-
-class LoopListener(Protocol):
-    """Who hears from the generation loop. All calls come on the loop's thread and must not block."""
-
-    def on_output(self, output: GenerationOutput) -> bool:
-        """A request finished, failed or was cancelled, with what it had. False: it is not one of ours."""
-
-    def on_preempted(self, request_id: str, started_at: float) -> None:
-        """A request lost its KV cache for want of room and waits to be prefilled again, tokens included. Its prefill
-        first began at `started_at` (perf_counter), which upstream forgets."""
-
-    def on_step(self, num_tokens: int) -> str | None:
-        """A forward has run, its tokens are not yet booked. A reason not to book them, or None."""
-
-    def on_death(self, error: BaseException) -> None:
-        """The loop dies of `error`; its requests are about to be delivered as failed, then `on_exit` comes."""
-
-    def on_exit(self, error: BaseException | None) -> None:
-        """The loop has ended; `error` is what killed it, None after a stop. Nothing is delivered after this."""
-
-
-class Owner(Protocol):
-    """Whose manager it is. Its state follows what is done to the manager directly."""
-
-    def start(self) -> None:
-        """Somebody calls `start()`: calls `launch`, or raises where that makes no sense."""
-
-    def stopping(self, *, again: bool, abort: bool) -> None:
-        """Somebody calls `stop()`: no more requests are taken. `again`: the manager is kept, to be started once more.
-        `abort`: what is in flight will not run to its end."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far one request is, at a pause."""
-
-    started: bool
-    """Its prefill has begun, so KV of the present weights may stand behind it."""
-    num_sampled: int
-    """Tokens sampled so far, booked or not."""
 
 
 class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # type: ignore[misc]
@@ -102,6 +65,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
         config: ContinuousBatchingConfig,
         listener: LoopListener,
         owner: Owner,
+        meters: Meters,
         *,
         paged_attention: bool,
         autocast_dtype: torch.dtype | None,
@@ -116,11 +80,12 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
             # upstream's None is unbounded and ends in a dead loop when the cache is full
             generation_config.max_new_tokens = requests.DEFAULT_NEW_TOKENS
         super().__init__(model, generation_config, config)
-        self.listener, self._owner = listener, owner
+        self.listener, self._owner, self.meters = listener, owner, meters
         self.autocast_dtype = autocast_dtype
         self.num_threads = num_threads
         self.decode = decode
-        self.logit_processor = SamplingRows(config.seed)
+        _refuse_processors(model._get_logits_processor(generation_config), drop=config.drop_unsupported_processors)
+        self.logit_processor: SamplingRows = SamplingRows(config.seed)
         self.names = RequestNames()
         self.results = ResultQueue()
         self.output_router = _ListenerRouter(listener, self.names, self.results)
@@ -178,6 +143,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
         """Upstream's `pause()` with a limit on the wait for it. PauseTimeoutError if the step in progress does not end
         in time, EngineDeadError if the loop is gone. Must be entered and left on one thread."""
         self._refuse_on_loop("a pause")
+        asked_at = time.perf_counter()
         status = self.background_thread_status
         with status._condition:
             status._pauses_requested += 1
@@ -202,6 +168,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
                     if status.fatal_error is None
                     else f"the generation loop died: {status.fatal_error!r}; engine.restart() brings it back"
                 ) from status.fatal_error
+        self.meters.pause(time.perf_counter() - asked_at)
         try:
             yield
         finally:
@@ -298,7 +265,9 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
     def pause(self) -> Iterator[None]:
         """Upstream's. Weights that are changed inside it fence the engine: that is what `engine.update()` is for."""
         self._refuse_on_loop("pause()")
+        asked_at = time.perf_counter()
         with super().pause():
+            self.meters.pause(time.perf_counter() - asked_at)
             yield
 
     def warmup(self) -> None:
@@ -417,12 +386,15 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
             # upstream constructs these by name; each subclass only overrides methods and adds what is set here
             _adopt(self.background_thread_status, RolloutThreadStatus)
             _adopt(processor, RolloutBatchProcessor)
+            self.background_thread_status.before_pause = processor.book_outstanding
+            processor.outstanding, processor.launched = set(), None
             processor.held, processor.listener, processor.decode = self._held, self.listener, self.decode
             processor.autocast = (
                 torch.autocast(self.model.device.type, dtype=self.autocast_dtype)
                 if self.autocast_dtype is not None
                 else nullcontext()
             )
+            processor.meters = processor.cache.meters = self.meters
             _adopt(processor.cache, RolloutCache)
             processor.cache.unshareable, processor.cache.plans = set(), {}
             processor.cache.paged_attention = self.paged_attention
@@ -436,14 +408,20 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
 
     def _try_forward(self, processor: "RolloutBatchProcessor") -> None:
         """One forward of one made-up request, so that a model that upstream cannot batch (some architectures call the
-        cache in another way) fails here and not under the first request."""
-        if processor.model_runner.pad_inputs:
-            return  # upstream's own warm-up covers graphs and compiled code
+        cache in another way) or code that cannot be compiled fails here and not under the first request."""
+        if self.uses_graphs:
+            return  # for upstream's own warm-up to capture
         length = min(2, processor.cache.max_batch_tokens)
         states = create_warmup_future_states(1, RequestStatus.PREFILLING, length, 0, processor.cache)
-        processor.inputs_and_outputs.prepare_batch_tensors(states, self.logit_processor, False, length, 0, False)
+        runner = processor.model_runner
+        num_q_tokens, max_kv_read = runner.maybe_pad_inputs(length, 0, False)
+        processor.inputs_and_outputs.prepare_batch_tensors(
+            states, self.logit_processor, False, num_q_tokens, max_kv_read, runner.pad_inputs
+        )
         with processor.autocast:
             upstream.ContinuousBatchProcessor._generation_step(processor, self.model)
+        if processor.inputs_and_outputs.compute_stream is not None:
+            processor.inputs_and_outputs.compute_stream.synchronize()
         processor.cache.plans.clear()
         processor.cache.reset()
 
@@ -470,9 +448,12 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
 
 
 class RolloutThreadStatus(upstream.BackgroundThreadStatus):  # type: ignore[misc]
-    """Never parks for nobody."""
+    """Never parks for nobody, nor with tokens that are not booked."""
+
+    before_pause: Callable[[], None]
 
     def pause_and_wait(self) -> None:
+        self.before_pause()
         with self._condition:
             # Whoever asked may have given up between the loop's look and this moment: parked now, the loop would wait
             # for ever.
@@ -481,18 +462,38 @@ class RolloutThreadStatus(upstream.BackgroundThreadStatus):  # type: ignore[misc
 
 
 class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[misc]
-    """Adds the hold and the check after each forward."""
+    """Adds the hold, the check of the weights before tokens are booked, stop strings, and the measuring.
+
+    Under asynchronous batching the next batch is launched before this one is booked, so that two are out at times. At a
+    pause none is: all that has been sampled is booked before it begins, and what is counted, stamped, forgotten or computed
+    again there is exact.
+    """
 
     held: threading.Event
     listener: LoopListener
+    meters: Meters
     autocast: Any
     decode: Callable[[list[int]], str] | None
+    outstanding: set[int]  # the IO pairs whose batch has been launched and is not booked; without async there is only 0
+    began_at: float  # perf_counter
+    launched: (
+        tuple[float, float, float, float] | None
+    )  # prepare_s, forward_s, sample_s of this step, and when they ended
 
     def reset(self) -> None:
         super().reset()
+        self.outstanding, self.launched = set(), None
         # the weights may have changed since the last session
         self.cache.forget_prefixes()
         self.cache.unshareable.clear()
+
+    def book_outstanding(self) -> None:
+        """Between two steps: books what has been launched."""
+        ios = self.inputs_and_outputs
+        if self.use_async_batching and self.outstanding:
+            ios.swap_io_pairs()
+            self.update_batch()
+            ios.swap_io_pairs()
 
     def _update_tp_group_state(self) -> bool:
         # Called first in each iteration; a pause, if one is asked for, is spent in here. True: schedule nothing.
@@ -505,20 +506,45 @@ class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[
             for state in self.scheduler.clear_cancelled_requests():
                 self.offloading_manager.free_request_cpu_cache(state)
             return True
+        if self.scheduler._requests_to_fork:
+            # Nothing was booked since these were prefilled: scheduled again unforked, they would be split up.
+            self.inputs_and_outputs.io_pairs[self._pair()].host_io.requests_in_batch = []
+            super().update_batch()
+        self.began_at = time.perf_counter()
         return stopping
 
     @torch.no_grad()
     def _generation_step(self, model: torch.nn.Module) -> None:
+        launched_at = time.perf_counter()
+        pair = self._pair()
         self.cache.plans.clear()
+        self.model_runner.sample_s = 0.0
         with self.autocast:
             super()._generation_step(model)
-        num_tokens = sum(future.has_new_token for future in self.inputs_and_outputs.requests_in_batch)
-        if self.listener.on_step(num_tokens) is not None:
-            # The listener has ended every request; the tokens of this step were sampled under weights that nobody
-            # vouches for. Holding makes this the last step.
-            self.held.set()
+        self.outstanding.add(pair)
+        ended_at, sample_s = time.perf_counter(), self.model_runner.sample_s
+        self.launched = (launched_at - self.began_at, ended_at - launched_at - sample_s, sample_s, ended_at)
 
     def update_batch(self) -> None:
+        pair = self._pair()
+        if pair in self.outstanding:  # else it was booked before a pause
+            self.outstanding.discard(pair)
+            self._book()
+        if self.launched is not None:
+            prepare_s, forward_s, sample_s, ended_at = self.launched
+            deliver_s = time.perf_counter() - ended_at
+            self.meters.step(prepare_s=prepare_s, forward_s=forward_s, sample_s=sample_s, deliver_s=deliver_s)
+            self.launched = None
+
+    def _book(self) -> None:
+        # Waits until the batch has run. Only then does unchanged mean that it ran on these very weights.
+        futures = self.inputs_and_outputs.prepare_batch_update()[0]
+        ended = (RequestStatus.FINISHED, RequestStatus.PENDING)  # since they were scheduled
+        num_tokens = sum(future.has_new_token and future.state.status not in ended for future in futures)
+        changed = self.listener.on_step(num_tokens)
+        if changed is not None:
+            self._drop(changed)
+            return
         super().update_batch()
         for state in list(self.scheduler.active_requests.values()):
             if not state.generated_tokens:
@@ -544,11 +570,27 @@ class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[
         self.scheduler.finish_request(state.request_id)
         self.scheduler.block_new_requests = False
         self.output_router.deliver(state.to_generation_output())
+        state._status = RequestStatus.FINISHED  # a batch that is still out is not booked for it
+
+    def _drop(self, reason: str) -> None:
+        """Ends every request without the tokens that are out: they were sampled under weights that nobody vouches for."""
+        self.held.set()
+        self.outstanding.clear()
+        self.scheduler._requests_to_fork.clear()
+        self.fail_all_requests(EngineFencedError(f"the engine was fenced: {reason}"))
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        # upstream's takes the tokens of a request that waits, its KV in host memory, for none
+        self.output_router.fail_and_deliver(state, error)
+
+    def _pair(self) -> int:
+        return int(self.inputs_and_outputs.current_pair) if self.use_async_batching else 0
 
 
 class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
     """Keeps blocks of older weights from being shared, and hands the cache to our attention without a copy."""
 
+    meters: Meters
     unshareable: set[str]  # requests whose blocks must never be found by a prefix search
     plans: dict[str, attention.Plan]  # by attention type, for the step that runs
     paged_attention: bool
@@ -560,6 +602,12 @@ class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
         for allocator in self.cache_allocators.values():
             allocator.ledger.hash_to_block.clear()
             allocator.ledger.block_to_hash.clear()
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        found = int(super().search_prefix_match(request_id, prompt_ids))
+        if found:
+            self.meters.prefix_hit(found)
+        return found
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         # Under asynchronous batching a request may have been cancelled, or have failed, while its last batch ran.
@@ -620,7 +668,17 @@ class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]
 class RolloutModelRunner(ModelRunner):  # type: ignore[misc]
     """Samples each row by its own parameters."""
 
+    sample_s: float = 0.0  # of the step that runs
+
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self._sample_rows(scores, output_ids)
+            return
+        began_at = time.perf_counter()
+        self._sample_rows(scores, output_ids)
+        self.sample_s += time.perf_counter() - began_at
+
+    def _sample_rows(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         rows: SamplingRows = self.logit_processor
         tokens, logprobs = sample(
             scores[0],
@@ -713,7 +771,7 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
 
     router: upstream.OutputRouter
     listener: LoopListener
-    last_finished: tuple[str, float] = ("", 0.0)
+    last_finished: RequestState | None = None
     last_was_unshareable = False
     unmatched: frozenset[str] = frozenset()  # cancels of unknown requests, to be tried once more
 
@@ -723,20 +781,22 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
 
     def finish_request(self, request_id: str) -> None:
         if request_id in self.active_requests:
-            self.last_finished = (request_id, self.active_requests[request_id].lifespan[0])
+            self.last_finished = self.active_requests[request_id]
             self.last_was_unshareable = request_id in self.cache.unshareable
         super().finish_request(request_id)
 
     def add_waiting_request(self, state: RequestState) -> None:
         super().add_waiting_request(state)
-        if self.last_finished[0] != state.request_id:
+        before = self.last_finished
+        if before is None or before.request_id != state.request_id:
             return
         if state.is_cpu_offloaded:
             if self.last_was_unshareable:
                 # it comes back with its KV of older weights; a soft reset is prefilled again, under those of then
                 self.cache.unshareable.add(state.request_id)
         elif state._true_initial_tokens:
-            self.listener.on_preempted(*self.last_finished)
+            state.created_time, state._timestamps = before.created_time, before._timestamps
+            self.listener.on_preempted(state.request_id, before.lifespan[0])
 
     def _schedule_request(
         self,
@@ -779,6 +839,8 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
             state.status = RequestStatus.FAILED  # an end, told apart from a word of a stream
             state.error = CANCELLED
             self.router.deliver(state.to_generation_output())
+            # a batch that is still out is not booked for it
+            state._status = RequestStatus.FINISHED
         return cancelled
 
     def _split(self, state: RequestState) -> None:
@@ -826,6 +888,19 @@ def _row_of(state: RequestState) -> SamplingRow:
     _, fork, number = state.request_id.rpartition(FORK)
     row: SamplingRow = kwargs["rows"][int(number) + 1 if fork else 0]
     return row
+
+
+def _refuse_processors(processors: Iterable[Any], *, drop: bool) -> None:
+    """The sampler is ours: of a generation config's processors it does temperature, top-k and top-p."""
+    ours = ("Temperature", "TopK", "TopP")
+    others = sorted(kind for kind in (type(each).__name__ for each in processors) if not any(o in kind for o in ours))
+    if others and not drop:
+        raise ValueError(
+            f"the engine's sampler has no {', '.join(others)}, which the generation config asks for; leave "
+            "drop_unsupported_processors=True to do without"
+        )
+    if others:
+        log.warning("the generation config asks for %s, which the engine's sampler leaves out", ", ".join(others))
 
 
 def _adopt(instance: Any, subclass: type) -> None:

@@ -47,6 +47,8 @@ def upstream_settings(config: EngineConfig, shell: PreTrainedModel) -> tuple[Con
     }
     on_cpu = shell.device.type == "cpu"
     if on_cpu:
+        _check_cpu(upstream)
+        upstream.auto_switch_to_flash = False  # which runs on GPUs
         available = psutil.virtual_memory().available
         sizes = vars(cpu_sizes(shell.config.get_text_config(), shell.dtype, available, **sizes))
     upstream.num_blocks = sizes["num_blocks"]
@@ -55,10 +57,25 @@ def upstream_settings(config: EngineConfig, shell: PreTrainedModel) -> tuple[Con
     upstream.max_requests_per_batch = sizes["max_requests"]
     upstream.allow_block_sharing = upstream.allow_block_sharing and config.prefix_sharing
     upstream.return_logprobs = True  # a rollout without them cannot be trained on
-    paged = on_cpu and attention.supports(shell)
+    # compiled code needs the fixed shapes of upstream's own attention: ours changes with each batch
+    paged = on_cpu and attention.supports(shell) and not _is_compiled(upstream, shell)
     if paged or shell.config._attn_implementation not in _UPSTREAM_ATTENTION:
         shell.set_attn_implementation("sdpa" if shell._supports_sdpa else "eager")
     return upstream, paged
+
+
+def _check_cpu(upstream: ContinuousBatchingConfig) -> None:
+    space = upstream.cpu_offload_space
+    if (space is None or space > 0) and upstream.cpu_offload_space_safety_threshold > 0:
+        raise InvalidRequestError(
+            f"cpu_offload_space={space} is for the KV cache of a GPU, this model is on the CPU: leave it at 0 and raise "
+            "num_blocks instead"
+        )
+
+
+def _is_compiled(upstream: ContinuousBatchingConfig, shell: PreTrainedModel) -> bool:
+    given = (upstream.varlen_compile_config, getattr(shell.config.get_text_config(), "compile_config", None))
+    return upstream.default_compile_level > 0 or any(config is not None for config in given)
 
 
 @dataclass(frozen=True, kw_only=True)

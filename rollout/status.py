@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from rollout.meters import PauseWaits, StepTimes
+
 
 class EngineState(enum.StrEnum):
     """Where an engine is in its life."""
@@ -49,6 +51,14 @@ class EngineStats:
     """Share of the KV cache in use, shareable blocks of ended requests included; in [0, 1]."""
     preemptions: int
     """How often a request lost its KV cache for want of room."""
+    prefix_hits: int
+    """How often a request found the beginning of its prompt in the KV cache (forks of a group not counted)."""
+    prefix_hit_tokens: int
+    """The tokens that these did not have to prefill."""
+    step_times: StepTimes
+    """Where the time of a step goes."""
+    pause_waits: PauseWaits
+    """How long pauses were waited for."""
     updates: int
     """Live updates that succeeded."""
     last_update: UpdateRecord | None

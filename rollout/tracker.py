@@ -22,7 +22,7 @@ from rollout.types import FinishReason, Rollout
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import GenerationOutput
 
-    from rollout.manager import Progress
+    from rollout.seams import Progress
 
 WINDOW_S = 10.0  # of the tokens-per-second figure
 

@@ -12,6 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from rollout import requests
 from rollout.errors import EngineStateError, InvalidRequestError
+from rollout.inflight import group_keys
 from rollout.results import RequestNames, ResultQueue
 from rollout.upstream_requests import UpstreamRequest, check_request
 
@@ -61,7 +62,10 @@ class UpstreamRequests:
             eos_token_id=eos_token_id,
             sampling=logit_processor_kwargs,
         )
-        return self._take_in(request, request_id, streaming=streaming, record_timestamps=record_timestamps)[0]
+        self.has_room()  # raises where no request is taken any more
+        names, key = self.names.add(requests.check_label("request_id", request_id), len(request.rows))
+        self._queue(key, request, streaming=streaming, record_timestamps=record_timestamps)
+        return names[0]
 
     def add_requests(
         self,
@@ -146,29 +150,6 @@ class UpstreamRequests:
             raise
         return {output.request_id: output for output in outputs if output is not None}
 
-    def _take_in(
-        self,
-        request: UpstreamRequest,
-        request_id: str | None,
-        *,
-        streaming: bool = False,
-        record_timestamps: bool = False,
-    ) -> list[str]:
-        """Queues it. The ids of its samples."""
-        requests.check_label("request_id", request_id)
-        self._wait_for_room()
-        names, key = self.names.add(request_id, len(request.rows))
-        self.add(
-            key,
-            request.prompt_ids,
-            max_new_tokens=request.max_new_tokens,
-            stop_ids=request.stop_ids,
-            rows=request.rows,
-            streaming=streaming,
-            record_timestamps=record_timestamps,
-        )
-        return names
-
     def _take_in_all(
         self,
         inputs: Any,
@@ -188,15 +169,31 @@ class UpstreamRequests:
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"inputs[{number}]: {error}") from None
+        self.has_room()  # raises where no request is taken any more
+        taken = [self.names.add(None, len(request.rows)) for request in checked]
         order = list(range(len(checked)))
         if self.shares_prefixes:
             order.sort(key=lambda number: checked[number].prompt_ids, reverse=True)
-        taken: dict[int, list[str]] = {}
         for number in order:
-            taken[number] = self._take_in(
-                checked[number], None, streaming=streaming, record_timestamps=record_timestamps
+            self._queue(taken[number][1], checked[number], streaming=streaming, record_timestamps=record_timestamps)
+        return [names for names, _ in taken]
+
+    def _queue(self, key: str, request: UpstreamRequest, *, streaming: bool, record_timestamps: bool) -> None:
+        try:
+            self._wait_for_room()
+            self.add(
+                key,
+                request.prompt_ids,
+                max_new_tokens=request.max_new_tokens,
+                stop_ids=request.stop_ids,
+                rows=request.rows,
+                streaming=streaming,
+                record_timestamps=record_timestamps,
             )
-        return [taken[number] for number in range(len(checked))]
+        except BaseException:
+            for sample in group_keys(key, len(request.rows)):
+                self.names.forget(sample)
+            raise
 
     def _wait_for_room(self) -> None:
         deadline = time.monotonic() + QUEUE_WAIT_S

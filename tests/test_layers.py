@@ -11,7 +11,7 @@ PACKAGES = ("rollout", "sync", "trainer_adapters")
 NEVER_IMPORTED = {"rollout": {"sync", "trainer_adapters"}, "sync": {"trainer_adapters"}, "trainer_adapters": set()}
 MAY_IMPORT: dict[str, set[Path]] = {"ray": set(), "trl": set()}
 """Which files may need what may not be installed."""
-TYPING_ONLY = {Path("rollout/tracker.py"), Path("rollout/upstream_api.py")}
+TYPING_ONLY = {Path("rollout/tracker.py"), Path("rollout/upstream_api.py"), Path("rollout/seams.py")}
 """They name the type of the results that they are handed."""
 UPSTREAM_PRIVATE = {
     "batch_processor",

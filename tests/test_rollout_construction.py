@@ -75,7 +75,7 @@ def test_sizes_that_do_not_fit_fail_in_the_constructor_with_their_numbers(config
     [
         ({"scheduler_type": "lottery"}, "lottery"),
         ({"safety_margin": 7.0}, "safety_margin"),
-        ({"cpu_offload_space": 1.0}, "pin_memory"),
+        ({"cpu_offload_space": 1.0}, "for the KV cache of a GPU"),
     ],
     ids=str,
 )

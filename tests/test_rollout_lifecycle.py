@@ -578,6 +578,7 @@ def sizes_of(engine: GenerationEngine) -> dict[str, int]:
         "cancels": manager.cancel_queue.qsize(),
         "outputs": manager.output_router.output_queue.qsize(),
         "handlers": len(manager.output_router.result_handlers),
+        "names": len(manager.names._keys) + len(manager.names._names),
         "active": len(scheduler.active_requests),
         "waiting": len(scheduler.waiting_requests),
         "order": len(scheduler.waiting_requests_order),
