@@ -85,8 +85,8 @@ class GenerationEngine:
         self._tracker = RequestTracker(
             max_running=upstream_config.max_requests_per_batch or UPSTREAM_MAX_REQUESTS,
             max_waiting=self.config.max_waiting,
-            weights_changed=self._watch.changed,
-            on_loss=lambda name: self._lose(_changed_outside(name)),
+            weights_changed=self._outside_change,
+            on_loss=self._lose,
             on_death=self._on_death,
             on_exit=self._on_exit,
         )
@@ -551,6 +551,16 @@ class GenerationEngine:
         log.error("the engine is fenced: %s", reason)
         self._tracker.wake_waiting()
 
+    def _outside_change(self) -> str | None:
+        name = self._watch.changed()
+        if name is None:
+            return None
+        return (
+            f"{name} was changed outside update() while requests were running on it. Change shared weights only inside "
+            "`with engine.update(): optimizer.step()`, or give the engine weights of its own (copy_weights=True) and "
+            "publish to it with sync.WeightSync"
+        )
+
     def _lose(self, reason: str) -> None:
         # on the loop's own thread, or while it is parked: the outputs hold still
         self._fence(reason)
@@ -626,14 +636,6 @@ class _Runner:
 
     def cancel_request(self, key: str) -> None:
         self._manager.cancel(key)
-
-
-def _changed_outside(name: str) -> str:
-    return (
-        f"{name} was changed outside update() while requests were running on it. Change shared weights only inside "
-        "`with engine.update(): optimizer.step()`, or give the engine weights of its own (copy_weights=True) and publish "
-        "to it with sync.WeightSync"
-    )
 
 
 _running: "weakref.WeakSet[GenerationEngine]" = weakref.WeakSet()
