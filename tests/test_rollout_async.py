@@ -181,6 +181,42 @@ def test_labels_hold_when_requests_are_preempted(late: bool, sharing: bool, monk
         assert_labels_tell_the_truth(rollout)
 
 
+def test_a_label_holds_when_the_step_after_the_update_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token that is out at the update is dropped with the cache of its request, and sampled again later."""
+    config = EngineConfig(page_size=4, num_blocks=12, max_batch_tokens=32, max_requests=4, prefix_sharing=False)
+
+    def run(update_at: int | None) -> tuple[list[int], list[Rollout]]:
+        engine, _ = async_engine(marker_llama(), monkeypatch, config, late=False)
+        preemptions: list[int] = []  # by forward
+        writers: list[threading.Thread] = []
+
+        def before_forward(*_: object) -> None:
+            preemptions.append(engine.stats().preemptions)
+            if len(preemptions) == update_at:
+                writers.append(threading.Thread(target=update))
+                writers[0].start()
+                wait_until(engine.manager.background_thread_status.is_pause_requested)
+
+        def update() -> None:
+            with engine.update() as model:
+                mark(model, 1)
+
+        engine.model.register_forward_pre_hook(before_forward)
+        with engine:
+            futures = [engine.submit(prompt, greedy(20)) for prompt in random_prompts([6] * 4)]
+            rollouts = [future.result(30) for future in futures]
+            for writer in writers:
+                writer.join(30)
+        return preemptions, rollouts
+
+    preemptions, _ = run(None)
+    at = [n for n in range(1, len(preemptions)) if preemptions[n] > preemptions[n - 1]]
+    assert at, "the cache was not small enough to test anything"
+    for update_at in range(at[0] - 2, at[0] + 3):
+        for rollout in run(update_at)[1]:
+            assert_labels_tell_the_truth(rollout)
+
+
 @LATE
 def test_a_cancelled_request_ends_once_with_a_labelled_partial(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = async_engine(marker_llama(), monkeypatch, EngineConfig(page_size=4, max_requests=8), late=late)
@@ -234,6 +270,25 @@ def test_nothing_that_was_sampled_around_an_outside_change_is_kept(late: bool, m
             with engine.update() as shell:
                 mark(shell, version)
             assert engine.generate([[5]], greedy(3))[0].token_ids == [version] * 3
+
+
+@LATE
+def test_a_change_while_a_batch_runs_is_seen_before_its_tokens_are_booked(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = marker_llama()
+    engine, device = async_engine(model, monkeypatch, late=late)
+
+    def change(*_: object) -> None:
+        if device.log.count("run 4"):
+            mark(model, 50)
+
+    engine.model.register_forward_pre_hook(change)
+    with engine:
+        rollout = engine.submit([5], ENDLESS).result(30)
+    assert rollout.finish_reason == FinishReason.ERROR
+    # without delay the change comes before batch 3 is booked, whose tokens go too: when it came nobody can tell
+    assert rollout.token_ids == [0] * (4 if late else 3)
 
 
 @LATE
