@@ -328,10 +328,17 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
 
     def recompute_kv(self) -> None:
         """Drops the KV cache of what is in flight; each request is prefilled again, tokens included."""
-        scheduler = self.batch_processor.scheduler
+        processor = self.batch_processor
+        scheduler = processor.scheduler
+        for state in list(scheduler.waiting_requests.values()):
+            if state.is_cpu_offloaded:
+                processor.offloading_manager.free_request_cpu_cache(state)
+                processor.cache.unshareable.discard(state.request_id)
+                again = scheduler.waiting_requests[state.request_id] = state.create_equivalent_initial_request()
+                scheduler.start_again(state, again)
         for state in list(scheduler.active_requests.values()):
             again = state.create_equivalent_initial_request()
-            self.batch_processor.cache.free_blocks(state.request_id, no_cache=True)
+            processor.cache.free_blocks(state.request_id, no_cache=True)
             state._status = RequestStatus.FINISHED  # as upstream's own eviction does: a batch still out is not booked
             scheduler.finish_request(state.request_id)
             scheduler.add_waiting_request(again)
@@ -795,8 +802,12 @@ class _TellsWhatHappens(upstream_scheduler.Scheduler):  # type: ignore[misc]
                 # it comes back with its KV of older weights; a soft reset is prefilled again, under those of then
                 self.cache.unshareable.add(state.request_id)
         elif state._true_initial_tokens:
-            state.created_time, state._timestamps = before.created_time, before._timestamps
-            self.listener.on_preempted(state.request_id, before.lifespan[0])
+            self.start_again(before, state)
+
+    def start_again(self, before: RequestState, again: RequestState) -> None:
+        """A request starts again as `again`, with what upstream would forget of it."""
+        again.created_time, again._timestamps = before.created_time, before._timestamps
+        self.listener.on_preempted(again.request_id, before.lifespan[0])
 
     def _schedule_request(
         self,

@@ -14,6 +14,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.generation.continuous_batching.cache_allocators import CachePool
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from rollout import GenerationEngine
 
@@ -144,3 +146,34 @@ class StepGate:
         if not self.is_open:
             self._arrived.release()
             assert self._permitted.acquire(timeout=60), "the gate was never opened"
+
+
+def move_evicted_kv_to_host(engine: GenerationEngine, num_sectors: int = 64) -> list[str]:
+    """CPU offload of an engine on the CPU, whose host memory is another tensor of this one. Returns the ids of the requests
+    that are moved, as they come."""
+    processor = engine.manager.batch_processor
+    offloading, cache = processor.offloading_manager, processor.cache
+    memory = torch.empty(num_sectors * cache.bytes_per_sector, dtype=torch.uint8)
+    pool = CachePool(num_sectors, len(cache.cache_allocators), num_reserved_sectors=0)
+    for name, allocator in cache.cache_allocators.items():
+        pool.set_blocks_per_sector(allocator.index, allocator.blocks_per_sector)
+        offloading._cpu_views[name] = memory.view(-1, allocator.bytes_per_block)
+    offloading._cpu_pool = pool
+    there, back, moved = offloading._offload_to_cpu, offloading.restore_scheduled_requests, []
+
+    def wait() -> None:
+        if processor.use_async_batching:
+            processor.inputs_and_outputs.compute_stream.synchronize()  # the copies are queued behind what runs
+
+    def move(victims: list[RequestState], tables: dict[str, dict[str, list[int]]]) -> set[str]:
+        wait()
+        ids = there(victims, tables)
+        moved.extend(ids)
+        return ids
+
+    def restore(requests_in_batch: list[FutureRequestState]) -> None:
+        wait()
+        back(requests_in_batch)
+
+    offloading._offload_to_cpu, offloading.restore_scheduled_requests = move, restore
+    return moved
