@@ -503,7 +503,7 @@ class GenerationEngine:
                 self._model,
                 config,
                 self._tracker,
-                _Owner(self.start, self._on_manager_stop),
+                _Owner(self.start, self._on_manager_stop, self._refuse_inside_update),
                 self._meters,
                 paged_attention=paged,
                 autocast_dtype=self.config.autocast_dtype,
@@ -574,6 +574,9 @@ class GenerationEngine:
                 self._state, self._reason = EngineState.RUNNING, None
                 self._manager.release()
 
+    def _refuse_inside_update(self, what: str) -> None:
+        self._updater.refuse_inside(what)
+
     def _on_manager_stop(self, again: bool, abort: bool) -> None:
         with self._tracker.lock:
             if self._state in (EngineState.RUNNING, EngineState.FENCED):
@@ -608,6 +611,10 @@ class _Owner:
 
     start: Callable[[], None]
     on_stop: Callable[[bool, bool], None]
+    refuse_inside: Callable[[str], None]
+
+    def refuse_inside_update(self, what: str) -> None:
+        self.refuse_inside(what)
 
     def stopping(self, *, again: bool, abort: bool) -> None:
         self.on_stop(again, abort)

@@ -243,6 +243,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
         `keep_for_next_session`, CREATED: it can be started again, at the same version and with an empty KV cache.
         `engine.stop()` is to be called all the same: it ends the engine's other threads."""
         self._refuse_on_loop("stop()")
+        self._owner.refuse_inside_update("manager.stop()")
         status = self.background_thread_status
         if status.is_pause_requested(local=True):
             raise EngineStateError("stop() inside a pause would wait for itself; leave the pause first")
@@ -258,6 +259,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
 
     def destroy(self) -> None:
         """Upstream's: a stop after which nothing can be started any more."""
+        self._owner.refuse_inside_update("manager.destroy()")
         self._owner.stopping(again=False, abort=False)
         super().destroy()
 

@@ -34,6 +34,9 @@ class Owner(Protocol):
     def start(self) -> None:
         """Somebody calls `start()`: calls `launch`, or raises where that makes no sense."""
 
+    def refuse_inside_update(self, what: str) -> None:
+        """Raises on a thread that is inside `update()`: there `what` would wait for itself."""
+
     def stopping(self, *, again: bool, abort: bool) -> None:
         """Somebody calls `stop()`: no more requests are taken. `again`: the manager is kept, to be started once more.
         `abort`: what is in flight will not run to its end."""

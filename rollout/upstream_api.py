@@ -14,6 +14,7 @@ from rollout import requests
 from rollout.errors import EngineStateError, InvalidRequestError
 from rollout.inflight import group_keys
 from rollout.results import RequestNames, ResultQueue
+from rollout.seams import Owner
 from rollout.upstream_requests import UpstreamRequest, check_request
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class UpstreamRequests:
     max_queue_size: int
     is_running: Callable[[], bool]
     has_room: Callable[[], bool]
+    _owner: Owner
     add: Callable[..., None]
     cancel: Callable[[str], None]
 
@@ -134,6 +136,7 @@ class UpstreamRequests:
                 f"generate_batch through an engine takes no {', '.join(given)}: how it batches is said once, with "
                 "GenerationEngine(model, EngineConfig(continuous_batching=...)), the rest by generation_config"
             )
+        self._owner.refuse_inside_update("generate_batch()")
         if not self.is_running():
             raise EngineStateError("the engine is not running; use `with engine:` or engine.start()")
         config = generation_config if generation_config is not None else self.generation_config

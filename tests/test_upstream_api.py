@@ -483,19 +483,23 @@ def tells_the_handler_and_forgets_it() -> None:
 
 @row("get_result")
 def waits_for_its_own_and_leaves_others_alone() -> None:
-    with gated() as (engine, gate):
+    with pytest.MonkeyPatch.context() as patch, gated() as (engine, gate):
+        patch.setattr("rollout.results.PULSE_S", 100.0)  # who is to be told must not depend on looking again
         manager = engine.manager
         manager.add_request([5], request_id="short", max_new_tokens=1, eos_token_id=-1)
         manager.add_request([6], request_id="long", max_new_tokens=5, eos_token_id=-1)
         gate.step(3)
         assert manager.get_result("long", timeout=0.05) is None
         found: list[GenerationOutput | None] = []
-        readers = [threading.Thread(target=lambda n=n: found.append(manager.get_result(n))) for n in ("long", "short")]
+        readers = [
+            threading.Thread(target=lambda n=n: found.append(manager.get_result(n)), daemon=True)
+            for n in ("long", "short")
+        ]
         for reader in readers:
             reader.start()
         gate.open()
         for reader in readers:
-            reader.join(30)
+            reader.join(10)
         assert sorted(output.request_id for output in found if output is not None) == ["long", "short"]
 
 
@@ -748,6 +752,10 @@ def where_it_would_wait_for_itself_is_an_error() -> None:
     with GenerationEngine(tiny_llama()) as engine:
         with engine.manager.pause(), pytest.raises(EngineStateError, match="inside a pause"):
             engine.manager.stop()
+        for wait in (engine.manager.stop, engine.manager.destroy, lambda: engine.model.generate_batch([[5]])):
+            with engine.update(), pytest.raises(EngineStateError, match=r"inside update\(\) would wait for itself"):
+                wait()
+        assert engine.state == EngineState.RUNNING
         raised: list[Exception] = []
 
         def on_the_loop(*_: object) -> None:
