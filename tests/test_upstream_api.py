@@ -488,19 +488,22 @@ def waits_for_its_own_and_leaves_others_alone() -> None:
         manager = engine.manager
         manager.add_request([5], request_id="short", max_new_tokens=1, eos_token_id=-1)
         manager.add_request([6], request_id="long", max_new_tokens=5, eos_token_id=-1)
-        gate.step(3)
         assert manager.get_result("long", timeout=0.05) is None
-        found: list[GenerationOutput | None] = []
-        readers = [
-            threading.Thread(target=lambda n=n: found.append(manager.get_result(n)), daemon=True)
-            for n in ("long", "short")
-        ]
+        found: list[str] = []
+
+        def read(name: str) -> None:
+            output = manager.get_result(name)
+            assert output is not None
+            found.append(output.request_id)
+
+        readers = [threading.Thread(target=read, args=[name], daemon=True) for name in ("long", "short")]
         for reader in readers:
             reader.start()
+            assert not threading.Event().wait(0.05)  # so that the one whose result comes last has waited longest
         gate.open()
         for reader in readers:
             reader.join(10)
-        assert sorted(output.request_id for output in found if output is not None) == ["long", "short"]
+        assert found == ["short", "long"]
 
 
 @row("get_result")
