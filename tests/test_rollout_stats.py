@@ -75,7 +75,8 @@ def test_waiting_for_work_pauses_and_holds_are_no_part_of_a_step() -> None:
         engine.manager.release()
         future.result(30)
         elapsed = time.perf_counter() - began_at
-        assert spent() - before <= elapsed - 0.6
+        # the step in progress runs to its end inside the hold, and the first one began before it was asked for
+        assert spent() - before <= elapsed - 0.6 + 0.15
 
 
 def test_prefix_hits_count_requests_and_the_tokens_that_they_found() -> None:
