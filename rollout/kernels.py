@@ -54,6 +54,10 @@ class Kernels:
         self._scratch_size.restype = size
         self._scratch = threading.local()
 
+    def __deepcopy__(self, memo: object) -> "Kernels":
+        # a copy of an engine's module computes with the same functions, and ctypes has no copies of them
+        return self
+
     def attend(
         self,
         queries: torch.Tensor,

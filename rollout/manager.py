@@ -10,7 +10,6 @@
 
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +41,7 @@ from rollout.errors import EngineDeadError, EngineFencedError, EngineStateError,
 from rollout.inflight import FORK
 from rollout.kernels import Kernels, kernels
 from rollout.meters import Meters
-from rollout.results import RequestNames, ResultQueue
+from rollout.results import RequestNames, RequestQueue, ResultQueue
 from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
 from rollout.seams import LoopListener, Owner, Progress
 from rollout.stops import UNREADABLE, find_stop
@@ -91,7 +90,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
         self.output_router = _ListenerRouter(listener, self.names, self.results)
         self.max_queue_size = config.max_queue_size
         # ours never wait for room: a full queue would raise in the loop, which hands them over
-        self.input_queue: queue.Queue[RequestState] = queue.Queue()
+        self.input_queue: RequestQueue = RequestQueue()
         if config.scheduler_type not in _OUR_SCHEDULERS:
             raise ValueError(f"scheduler_type must be one of {sorted(_OUR_SCHEDULERS)}, got {config.scheduler_type!r}")
         self.continuous_batching_config.scheduler_type = _OUR_SCHEDULERS[config.scheduler_type]
@@ -131,6 +130,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
         status = upstream.BackgroundThreadStatus
         self.background_thread_status.request_stop(status.HARD_STOP, self.distributed_helper.global_rank)
         self._wake_up_loop.set()
+        self.input_queue.wake()
         thread.join(timeout_s)
         return not thread.is_alive()
 
@@ -254,6 +254,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
             status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, self.distributed_helper.global_rank
         )
         self._wake_up_loop.set()
+        self.input_queue.wake()
         if block:
             self.join(time.perf_counter(), timeout)
 
@@ -368,8 +369,8 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
         if threading.current_thread() is self._generation_thread:
             raise EngineStateError(f"{what} on the generation loop's own thread would wait for itself")
 
-    def has_room(self) -> bool:
-        """Whether `max_queue_size` lets another request in. EngineDeadError or EngineStateError if none is taken any more."""
+    def check_open(self) -> None:
+        """EngineDeadError or EngineStateError if no request is taken any more."""
         status = self.background_thread_status
         if status.fatal_error is not None:
             raise EngineDeadError(
@@ -377,7 +378,13 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
             ) from status.fatal_error
         if status.local_status != status.DONT_STOP:
             raise EngineStateError("the generation loop is stopping or has stopped; it takes no more requests")
-        return not self.max_queue_size or self.input_queue.qsize() < self.max_queue_size
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Waits until `max_queue_size` lets another request in; False if that takes longer. Raises as `check_open` does."""
+        if not self.max_queue_size:
+            self.check_open()
+            return True
+        return self.input_queue.wait_for_room(self.max_queue_size, timeout_s, self.check_open)
 
     # --------------------------------------------------------------------------------------------- upstream's seams
 
@@ -453,6 +460,7 @@ class RolloutManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # t
             raise
         finally:
             # also when upstream's own error handling raised: whoever waits must be told
+            self.input_queue.wake()
             self.listener.on_exit(error)
 
 

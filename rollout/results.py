@@ -1,4 +1,4 @@
-"""Requests of upstream's own API: what their callers call them, and results that wait to be read."""
+"""Requests of upstream's own API: what their callers call them, and the queues in which they and their results wait."""
 
 import itertools
 import queue
@@ -44,6 +44,26 @@ class ResultQueue(queue.Queue[Any]):
                 if not coming or left <= 0:
                     return None
                 self.not_empty.wait(min(left, PULSE_S))
+
+
+class RequestQueue(queue.Queue[Any]):
+    """Upstream's input queue. It is never full: only those of upstream's own methods wait for room in it."""
+
+    def wait_for_room(self, limit: int, timeout_s: float, check: Callable[[], None]) -> bool:
+        """Waits until fewer than `limit` requests wait; False if that takes longer. `check` raises where it makes no sense to
+        wait on; it is asked first and after each `wake`."""
+
+        def is_there() -> bool:
+            check()
+            return self._qsize() < limit
+
+        with self.not_full:
+            return self.not_full.wait_for(is_there, timeout_s)
+
+    def wake(self) -> None:
+        """Lets those who wait ask `check` again."""
+        with self.not_full:
+            self.not_full.notify_all()
 
 
 class RequestNames:

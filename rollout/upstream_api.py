@@ -2,7 +2,6 @@
 and each reader gets the results it asks for."""
 
 import queue
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,8 @@ class UpstreamRequests:
     shares_prefixes: bool
     max_queue_size: int
     is_running: Callable[[], bool]
-    has_room: Callable[[], bool]
+    check_open: Callable[[], None]
+    wait_for_room: Callable[[float], bool]
     _owner: Owner
     add: Callable[..., None]
     cancel: Callable[[str], None]
@@ -64,7 +64,7 @@ class UpstreamRequests:
             eos_token_id=eos_token_id,
             sampling=logit_processor_kwargs,
         )
-        self.has_room()  # raises where no request is taken any more
+        self.check_open()
         names, key = self.names.add(requests.check_label("request_id", request_id), len(request.rows))
         self._queue(key, request, streaming=streaming, record_timestamps=record_timestamps)
         return names[0]
@@ -172,7 +172,7 @@ class UpstreamRequests:
                 )
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"inputs[{number}]: {error}") from None
-        self.has_room()  # raises where no request is taken any more
+        self.check_open()
         taken = [self.names.add(None, len(request.rows)) for request in checked]
         order = list(range(len(checked)))
         if self.shares_prefixes:
@@ -183,7 +183,8 @@ class UpstreamRequests:
 
     def _queue(self, key: str, request: UpstreamRequest, *, streaming: bool, record_timestamps: bool) -> None:
         try:
-            self._wait_for_room()
+            if not self.wait_for_room(QUEUE_WAIT_S):
+                raise queue.Full(f"{self.max_queue_size} requests (max_queue_size) still wait after {QUEUE_WAIT_S} s")
             self.add(
                 key,
                 request.prompt_ids,
@@ -197,13 +198,6 @@ class UpstreamRequests:
             for sample in group_keys(key, len(request.rows)):
                 self.names.forget(sample)
             raise
-
-    def _wait_for_room(self) -> None:
-        deadline = time.monotonic() + QUEUE_WAIT_S
-        while not self.has_room():
-            if time.monotonic() > deadline:
-                raise queue.Full(f"{self.max_queue_size} requests (max_queue_size) still wait after {QUEUE_WAIT_S} s")
-            time.sleep(0.005)
 
 
 class ThroughManager:

@@ -1,6 +1,5 @@
 """Every request ends in one result, however it ends: cancelled, timed out, evicted on the way, or called back."""
 
-import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from rollout import (
     Rollout,
     SamplingParams,
 )
+from rollout.results import RequestQueue
 
 TINY_CACHE = EngineConfig(page_size=4, num_blocks=12, max_batch_tokens=32)  # 48 tokens
 
@@ -103,7 +103,7 @@ def test_cancelling_an_id_that_is_not_in_flight_is_an_error() -> None:
             engine.cancel("a")
 
 
-class QueueThatTells(queue.Queue):
+class QueueThatTells(RequestQueue):
     """Calls back, once, right after it was found empty."""
 
     when_empty: Callable[[], None] | None = None

@@ -415,10 +415,13 @@ def test_an_update_reports_its_wait_its_pause_and_who_straddles_it() -> None:
 
 def test_the_loop_never_parks_when_whoever_asked_has_given_up() -> None:
     status = RolloutThreadStatus()
+    booked = threading.Event()
+    status.before_pause = booked.set
     loop = threading.Thread(target=status.pause_and_wait, daemon=True)
     loop.start()
     loop.join(10)
     assert not loop.is_alive(), "parked, and nobody is there to wake it"
+    assert booked.is_set()
 
 
 def test_what_waits_when_an_engine_is_fenced_is_ended_too_and_never_comes_back() -> None:

@@ -11,6 +11,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from rollout import (
     InvalidRequestError,
     SamplingParams,
 )
+from rollout.results import RequestQueue
 
 Rule = Callable[[], None]
 ROWS: list[tuple[str, Rule, str]] = []
@@ -1102,6 +1104,45 @@ def gives_up_after_upstreams_ten_seconds() -> None:
             engine.manager.add_request([7])
 
 
+@row("max_queue_size")
+def a_wait_for_room_ends_at_once_when_none_can_come_any_more() -> None:
+    asked, is_open = threading.Event(), threading.Event()
+    is_open.set()
+
+    def check() -> None:
+        asked.set()
+        if not is_open.is_set():
+            raise EngineStateError("closed")
+
+    waiting = RequestQueue()
+    waiting.put("one")
+    with ThreadPoolExecutor(1) as pool:
+        room = pool.submit(waiting.wait_for_room, 1, 30, check)
+        assert asked.wait(30)
+        waiting.get()
+        assert room.result(30)
+        waiting.put("another")
+        asked.clear()
+        room = pool.submit(waiting.wait_for_room, 1, 30, check)
+        assert asked.wait(30)
+        is_open.clear()
+        waiting.wake()
+        assert isinstance(room.exception(10), EngineStateError)
+
+
+@row("max_queue_size")
+def nobody_waits_for_room_with_a_loop_that_stops() -> None:
+    with gated(configured(max_queue_size=1)) as (engine, gate):
+        engine.submit([5], greedy(4))
+        gate.wait_for_arrival()
+        engine.manager.add_request([6])
+        with ThreadPoolExecutor(1) as pool:
+            refused = pool.submit(engine.manager.add_request, [7])
+            wait_until(lambda: len(engine.manager.names._names) == 2)  # it waits, or is about to
+            engine.manager.stop(block=False, hard_stop=True)
+            assert isinstance(refused.exception(5), EngineStateError)
+
+
 @row("per_request_processors")
 def are_always_on() -> None:
     for wanted in (True, False):
@@ -1142,9 +1183,6 @@ def of_the_group_matters_under_tensor_parallelism_only() -> None:
 @row("max_cached_graphs")
 def is_taken_and_means_nothing() -> None:
     assert_says_what_generate_says(configured(max_cached_graphs=3))
-
-
-# ------------------------------------------------------------------------------------------------------------- the rows
 
 
 # --------------------------------------------------------------------------------------------------- compiled forwards
