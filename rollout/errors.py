@@ -5,8 +5,17 @@ RolloutError
 ├── EngineStateError                        the engine is not in a state in which the call makes sense
 │   ├── EngineDeadError                     its generation loop died; `__cause__` is what killed it
 │   └── EngineFencedError                   it holds weights that nothing vouches for, until an update succeeds
-└── PauseTimeoutError (also TimeoutError)   a phase of a live update took longer than its limit
+├── PauseTimeoutError (also TimeoutError)   a phase of a live update took longer than its limit
+├── WorkerError                             something about one worker of a fleet
+│   ├── WorkerDiedError                     its process has ended; what it had not handed over is lost
+│   ├── WorkerUnreachableError (also TimeoutError)  no answer within the limit; it may be stopped, busy or cut off
+│   ├── WorkerStaleError                    it lacks the fleet's version and serves nothing until a publish reaches it
+│   └── WorkerBusyError                     it holds as many requests and unread results as it may
+└── RolloutStalledError                     a fleet makes no progress; carries the `status()` that says who waits for what
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class RolloutError(Exception):
@@ -32,3 +41,38 @@ class EngineFencedError(EngineStateError):
 
 class PauseTimeoutError(RolloutError, TimeoutError):
     """A phase of `update()` (waiting for the pause, or the body inside it) exceeded its limit; the message names it."""
+
+
+class WorkerError(RolloutError):
+    """One worker of a fleet cannot do what was asked; the message names it and the phase."""
+
+
+class WorkerDiedError(WorkerError):
+    """The worker's process has ended, or was ended. Whatever it had not handed over is lost; `Worker.restart()` makes a
+    new incarnation."""
+
+
+class WorkerUnreachableError(WorkerError, TimeoutError):
+    """No answer within the limit of the phase that the message names. The worker may be stopped, overloaded or cut off,
+    and what was asked may or may not have been done: it is SUSPECT, not dead."""
+
+
+class WorkerStaleError(WorkerError):
+    """The worker lacks the version that it must serve from, or is fenced. It takes no request until a publish has
+    reached it."""
+
+
+class WorkerBusyError(WorkerError):
+    """The worker holds `max_outstanding` requests and unread results. Nothing is dropped: read results, then submit
+    again."""
+
+
+class RolloutStalledError(RolloutError):
+    """Nothing has moved for too long. `status` says who waits for what."""
+
+    def __init__(self, message: str, status: Mapping[str, Any]) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])

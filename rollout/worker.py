@@ -1,0 +1,386 @@
+"""`Worker`: the driver's handle of one engine in a Ray actor.
+
+    worker = Worker.start("w0", WorkerConfig(model="path/or/name"))
+    refusals = worker.submit([WorkItem(request_id="r0", prompt_ids=[1, 2, 3])])
+    for finished in worker.poll(timeout_s=10):
+        ...finished.rollout...
+    worker.call(publish_something).result()
+    worker.stop()
+
+The handle outlives its worker's incarnations: `restart()` puts a new process in place of one that died, and every
+answer says which incarnation gave it. Every wait has a limit; an error names the worker and the phase.
+"""
+
+import atexit
+import logging
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+
+from rollout import requests
+from rollout.calls import PendingCalls
+from rollout.engine import GenerationEngine
+from rollout.errors import (
+    InvalidRequestError,
+    RolloutError,
+    WorkerDiedError,
+    WorkerUnreachableError,
+)
+from rollout.incarnation import Incarnation
+from rollout.remote import Answer, RemoteHost
+from rollout.status import EngineStats
+from rollout.types import Rollout
+from rollout.wire import Finished, Refusal, WorkerState, WorkItem, to_parcel, unpack
+from rollout.worker_config import WorkerConfig
+
+__all__ = ["Finished", "Refusal", "WorkItem", "Worker", "WorkerConfig", "WorkerHealth", "WorkerState"]
+
+log = logging.getLogger("rollsync")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+KILL_TIMEOUT_S = 20.0
+"""How long the end of a killed process may take."""
+JOIN_S = 5.0
+"""How long `stop` waits for each thread of the handle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerHealth:
+    """How a worker stands, as far as this handle has heard."""
+
+    worker_id: str
+    state: WorkerState
+    incarnation: int
+    version: int
+    """The engine's, when it was last heard of."""
+    serve_from_version: int
+    """It takes no request below it."""
+    pid: int
+    node_id: str
+    engine: EngineStats | None
+    """None: not heard yet."""
+    heartbeat_age_s: float
+    """Since it was last heard of."""
+    reason: str | None
+    """Why it is DEAD."""
+
+
+class Worker:
+    """One engine in another process. Methods may be called from several threads. A pickled copy reaches the same
+    incarnation from another process, knows of no restart, and ends nothing: `stop` and `restart` are the first handle's.
+    """
+
+    def __init__(
+        self, worker_id: str, config: WorkerConfig, host: RemoteHost, *, incarnation: int, serve_from: int
+    ) -> None:
+        """Use `Worker.start`."""
+        self.worker_id = worker_id
+        self.config = config
+        self._serve_from = serve_from
+        self._is_owner = True
+        self._is_stopped = False
+        self._is_restarting = False
+        self._changed = threading.Condition()  # guards and tells of what is heard
+        self._life = threading.RLock()  # one restart or stop at a time
+        self._polling = threading.Lock()
+        self._calls = PendingCalls()
+        self._on_join: list[Callable[[Worker], None]] = []
+        self._joining: list[threading.Thread] = []
+        self._begin(incarnation, host)
+
+    @classmethod
+    def start(
+        cls, worker_id: str, config: WorkerConfig, *, incarnation: int = 0, serve_from_version: int = 0
+    ) -> "Worker":
+        """A process with an engine in it; returns once the engine runs. `serve_from_version` above 0: it is STALE and takes
+        no request until a publish has brought it there. Raises InvalidRequestError for a model or settings that cannot
+        work, WorkerUnreachableError when it takes too long (as where no node has room), WorkerDiedError."""
+        if requests.check_label("worker_id", worker_id) is None:
+            raise InvalidRequestError("worker_id must be a non-empty string, got None")
+        for name, value in (("incarnation", incarnation), ("serve_from_version", serve_from_version)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InvalidRequestError(f"{name} must be an integer of at least 0, got {value!r}")
+        host, report = RemoteHost.start(
+            worker_id, config, incarnation=incarnation, serve_from_version=serve_from_version
+        )
+        worker = cls(worker_id, config, host, incarnation=incarnation, serve_from=serve_from_version)
+        worker._now.hear(report)
+        worker._now.watch()
+        _owned.add(worker)
+        return worker
+
+    # ---------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, items: Sequence[WorkItem]) -> list[Refusal]:
+        """Hands requests over, in order; returns those that were refused, each alone and with its reason. Every other one
+        ends in exactly one result of `poll` (a group in one for each sample). Whoever got a WorkerUnreachableError may
+        submit the same items again: none is taken twice while it is in flight or unread."""
+        items = list(items)
+        refusals: list[Refusal] = []
+        parcels = []
+        for position, item in enumerate(items):
+            try:
+                parcels.append(to_parcel(position, item))
+            except InvalidRequestError as error:
+                refusals.append(Refusal(position=position, request_id=item.request_id, error=error))
+        if parcels:
+            now = self._now
+            refusals += now.ask("submit", parcels, now.read_up_to, limit_s=self.config.submit_timeout_s)
+        return sorted(refusals, key=lambda refusal: refusal.position)
+
+    def poll(self, max_items: int = 64, timeout_s: float = 1.0) -> list[Finished]:
+        """The oldest results, each handed out once, up to `max_items`; waits up to `timeout_s` for the first, in the worker,
+        and is empty if none came. One thread polls at a time, others wait. A WorkerUnreachableError loses nothing: the next
+        poll brings what this one should have."""
+        max_items = requests.check_size(max_items)
+        timeout_s = requests.check_limit(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if not self._polling.acquire(timeout=timeout_s):
+            return []
+        try:
+            left = max(deadline - time.monotonic(), 0.0)
+            limit_s = timeout_s + self.config.grace_s
+            now = self._now
+            batch, now.read_up_to = now.ask("poll", now.read_up_to, max_items, left, limit_s=limit_s)
+        finally:
+            self._polling.release()
+        return unpack(batch)
+
+    def cancel(self, request_ids: Sequence[str]) -> list[str]:
+        """Ends requests: their results (ABORT, with what they had) come by `poll`. A group's request id stands for all its
+        samples. Returns the ids of which nothing was in flight: ended already, or never submitted to this worker."""
+        missed: list[str] = self._ask("cancel", list(request_ids), limit_s=self.config.submit_timeout_s)
+        return missed
+
+    # -------------------------------------------------------------------------------------------- weights and state
+
+    def call(self, fn: Callable[Concatenate[GenerationEngine, P], R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
+        """`fn(engine, *args)` on the engine's control thread, in the worker; never behind a submit or a poll. The future has
+        its result or its error, or WorkerDiedError, or WorkerUnreachableError after `call_timeout_s`: it always resolves,
+        on a thread of this handle, where a callback must not wait for another call. `fn` must be importable there."""
+        with self._changed:
+            now = self._now
+        now.check_living("call")
+        now.watch()
+        name, limit_s = getattr(fn, "__qualname__", repr(fn)), self.config.call_timeout_s
+        future = self._calls.add(
+            limit_s + self.config.grace_s,
+            WorkerUnreachableError(
+                f"worker {now.host.name} did not answer call({name}) within {limit_s:g} s; is it overloaded or stopped?"
+            ),
+        )
+
+        def on_answer(get: Callable[[], Answer]) -> None:
+            self._calls.answer(future, lambda: now.heard(get))
+
+        try:
+            now.host.ask_later("call", fn, args, kwargs, limit_s, on_answer=on_answer)
+        except (TypeError, pickle.PicklingError) as error:
+            refused = InvalidRequestError(
+                f"call({name}) cannot be sent to worker {self.worker_id}; pass a function of a module and plain data ({error})"
+            )
+            self._calls.answer(future, partial(_raise, refused))
+            raise refused from error
+        return future
+
+    def snapshot(self) -> list[Rollout]:
+        """The partial rollouts in flight at one consistent point, oldest first; their finish_reason is None."""
+        batch = self._ask("snapshot", limit_s=self.config.snapshot_timeout_s)
+        return [finished.rollout for finished in unpack(batch)]
+
+    def require_version(self, version: int) -> None:
+        """It takes no request below `version` from now on, in this incarnation and the next: for a worker that missed a
+        publish. What is in flight goes on."""
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise InvalidRequestError(f"version must be an integer of at least 0, got {version!r}")
+        with self._changed:
+            self._serve_from = max(self._serve_from, version)
+        self._ask("require_version", version, limit_s=self.config.submit_timeout_s)
+
+    def health(self) -> WorkerHealth:
+        """How it stands, from its last heartbeat. Asks nobody and never waits."""
+        with self._changed:
+            now = self._now
+            now.watch()
+            return WorkerHealth(
+                worker_id=self.worker_id,
+                state=self._state(),
+                incarnation=now.number,
+                version=now.version,
+                serve_from_version=self._serve_from,
+                pid=now.host.place.pid,
+                node_id=now.host.place.node_id,
+                engine=now.engine,
+                heartbeat_age_s=time.monotonic() - now.heard_at,
+                reason=now.death,
+            )
+
+    @property
+    def version(self) -> int:
+        """The newest version that this handle has heard of from this incarnation."""
+        return self._now.version
+
+    def wait_for(self, *states: WorkerState, timeout_s: float) -> WorkerHealth:
+        """Waits until it is in one of these states. WorkerUnreachableError when it is not in time."""
+        timeout_s = requests.check_limit(timeout_s)
+        with self._changed:
+            self._now.watch()
+            if not self._changed.wait_for(lambda: self._state() in states, timeout_s):
+                raise WorkerUnreachableError(
+                    f"worker {self._now.host.name} is {self._state()}, not {' or '.join(states)}, after {timeout_s:g} s"
+                )
+            return self.health()
+
+    def on_join(self, callback: Callable[["Worker"], None]) -> None:
+        """Calls `callback(worker)` for each later incarnation, and now if this one is STALE, on a thread of this handle:
+        there it may publish to the worker and wait for that. An error it raises is logged; the worker then stays STALE."""
+        with self._changed:
+            self._now.watch()
+            self._on_join.append(callback)
+            is_stale = self._state() == WorkerState.STALE
+        if is_stale:
+            self._join([callback])
+
+    # -------------------------------------------------------------------------------------------------- life cycle
+
+    def restart(self, *, serve_from_version: int | None = None) -> None:
+        """A new incarnation in a new process; the old one is ended first if it still lives, and what it had not handed over
+        is lost (see `snapshot`). It serves from the newest version that this handle has heard of or requires, or from
+        `serve_from_version` if that is newer. Returns once its engine runs; the `on_join` callbacks are then called."""
+        self._check_owner("restart")
+        with self._life:
+            with self._changed:
+                old = self._now
+                if self._is_stopped:
+                    raise WorkerDiedError(f"worker {self.worker_id} was stopped; start another")
+                self._is_restarting = True
+                self._serve_from = max(self._serve_from, old.version, serve_from_version or 0)
+            old.end("it was restarted")
+            try:
+                old.host.kill(KILL_TIMEOUT_S)
+                host, report = RemoteHost.start(
+                    self.worker_id, self.config, incarnation=old.number + 1, serve_from_version=self._serve_from
+                )
+                with self._changed:
+                    self._begin(old.number + 1, host)
+                self._now.hear(report)
+            finally:
+                with self._changed:
+                    self._is_restarting = False
+                    self._changed.notify_all()
+            old.join(JOIN_S)
+            self._now.watch()
+            self._join(list(self._on_join))
+
+    def stop(self, timeout_s: float = 30.0) -> list[Finished]:
+        """Ends the engine and the process, and the handle's threads. Returns the results nobody has read, those of requests
+        that were in flight included (ABORT, with what they had): none of a worker that is dead or does not answer. Safe to
+        call again. WorkerUnreachableError if the process is still there after `timeout_s`."""
+        self._check_owner("stop")
+        deadline = time.monotonic() + requests.check_limit(timeout_s)
+        left: list[Finished] = []
+        with self._life:
+            if self._is_stopped:
+                return left
+            now = self._now
+            if self._state() not in (WorkerState.DEAD, WorkerState.SUSPECT):
+                try:
+                    left = unpack(now.ask("close", now.read_up_to, timeout_s / 4, limit_s=timeout_s / 2))
+                except RolloutError as error:
+                    log.warning("worker %s does not end by itself: %s", now.host.name, error)
+            self._is_stopped = True
+            now.end("it was stopped")
+            try:
+                now.host.kill(max(deadline - time.monotonic(), KILL_TIMEOUT_S / 4))
+            finally:
+                self._calls.fail_all(WorkerDiedError(f"worker {now.host.name} was stopped during a call"))
+                self._calls.stop(JOIN_S)
+                now.join(JOIN_S)
+                for thread in self._joining:
+                    if thread is not threading.current_thread():
+                        thread.join(JOIN_S)
+        return left
+
+    def abandon(self) -> None:
+        """Kills the process and waits for nothing, as when the driver exits."""
+        self._now.end("its driver exits")
+        self._is_stopped = True
+        self._now.host.kill_later()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._changed:
+            return {
+                "worker_id": self.worker_id,
+                "config": self.config,
+                "host": self._now.host,
+                "incarnation": self._now.number,
+                "serve_from": self._serve_from,
+            }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+        self._is_owner = False
+
+    def __repr__(self) -> str:
+        return f"Worker({self.worker_id!r}, incarnation={self._now.number}, {self._state()})"
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _begin(self, incarnation: int, host: RemoteHost) -> None:
+        self._now = Incarnation(incarnation, host, self.config, self._changed)
+
+    def _ask(self, question: str, *args: Any, limit_s: float) -> Any:
+        return self._now.ask(question, *args, limit_s=limit_s)
+
+    def _state(self) -> WorkerState:
+        with self._changed:
+            return WorkerState.RESTARTING if self._is_restarting else self._now.state(self._serve_from)
+
+    def _check_owner(self, what: str) -> None:
+        if not self._is_owner:
+            raise RolloutError(
+                f"{what}() of worker {self.worker_id} belongs to the handle that started it, this is a copy"
+            )
+
+    def _join(self, callbacks: "list[Callable[[Worker], None]]") -> None:
+        def call_all() -> None:
+            for callback in callbacks:
+                try:
+                    callback(self)
+                except Exception:  # somebody else's function; the worker stays STALE and says so
+                    log.exception("on_join callback %r of worker %s raised", callback, self.worker_id)
+
+        thread = threading.Thread(target=call_all, name=f"rollsync-join-{self.worker_id}", daemon=True)
+        self._joining = [*(other for other in self._joining if other.is_alive()), thread]
+        thread.start()
+
+
+def _raise(error: RolloutError) -> NoReturn:
+    raise error
+
+
+_owned: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_owned() -> None:
+    # before Ray's own exit, which would find heartbeats still asking
+    for worker in list(_owned):
+        worker.abandon()
