@@ -9,6 +9,12 @@ from rollout.errors import (
     InvalidRequestError,
     PauseTimeoutError,
     RolloutError,
+    RolloutStalledError,
+    WorkerBusyError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerStaleError,
+    WorkerUnreachableError,
 )
 from rollout.meters import PauseWaits, StepTimes
 from rollout.status import EngineState, EngineStats, UpdateRecord
@@ -28,9 +34,15 @@ __all__ = [
     "PauseWaits",
     "Rollout",
     "RolloutError",
+    "RolloutStalledError",
     "SamplingParams",
     "StepTimes",
     "Timings",
     "UpdateRecord",
     "VersionSpan",
+    "WorkerBusyError",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerStaleError",
+    "WorkerUnreachableError",
 ]

@@ -40,6 +40,9 @@ THREADS = {"life": 1, "submit": 1, "poll": 2, "call": 1, "snapshot": 1, "beat": 
 """One thread keeps the order of what is asked. Two where one may be taken by a question whose asker has given up, or by
 a second process that watches."""
 
+RAY_KILLS_S = 2.0
+"""How long Ray may take to end a process before it is ended without Ray."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -200,7 +203,7 @@ class RemoteHost:
             if process.create_time() != self.place.process_started_at:
                 return
             try:
-                process.wait(timeout_s / 2)
+                process.wait(min(timeout_s / 2, RAY_KILLS_S))
             except psutil.TimeoutExpired:
                 process.kill()  # a stopped process does not hear Ray
                 process.wait(timeout_s / 2)
@@ -250,4 +253,5 @@ def _opened(reply: Answer | Failure) -> Answer:
 
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    # the line ends with what may have been the causes, the same for every death
+    return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__

@@ -118,6 +118,7 @@ class WorkerHost:
     def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) -> Any:
         """`fn(engine, *args, **kwargs)` on the engine's control thread. WorkerUnreachableError if it has not ended in
         time; it is not run at all if it has not begun by then."""
+        self._revive()  # a publish between a death and the return would find no engine
         future = self._engine.call(fn, *args, **kwargs)
         try:
             return future.result(timeout_s)

@@ -9,7 +9,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("rollout", "sync", "trainer_adapters")
 NEVER_IMPORTED = {"rollout": {"sync", "trainer_adapters"}, "sync": {"trainer_adapters"}, "trainer_adapters": set()}
-MAY_IMPORT: dict[str, set[Path]] = {"ray": set(), "trl": set()}
+MAY_IMPORT: dict[str, set[Path]] = {
+    "ray": {Path("rollout/remote.py"), Path("rollout/worker_config.py")},
+    "trl": set(),
+}
 """Which files may need what may not be installed."""
 TYPING_ONLY = {Path("rollout/tracker.py"), Path("rollout/upstream_api.py"), Path("rollout/seams.py")}
 """They name the type of the results that they are handed."""
@@ -73,6 +76,18 @@ def test_what_may_not_be_installed_is_imported_only_where_it_is_needed(optional:
         if optional in {name.split(".")[0] for name in imports(path)}
     }
     assert users <= MAY_IMPORT[optional]
+
+
+def test_importing_the_packages_needs_no_ray() -> None:
+    reached, left = set(), [ROOT / package / "__init__.py" for package in PACKAGES]
+    while left:
+        path = left.pop()
+        if path not in reached:
+            reached.add(path)
+            files = (ROOT / f"{name.replace('.', '/')}.py" for name in imports(path))
+            left += [file for file in files if file.exists()]
+    assert ROOT / "rollout/engine.py" in reached
+    assert not {str(path.relative_to(ROOT)) for path in reached} & {str(path) for path in MAY_IMPORT["ray"]}
 
 
 def test_only_the_manager_touches_upstreams_private_parts() -> None:
