@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read when Ray is first imported. Without a token of the session's own, Ray writes one into the home folder.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 import pytest
 import torch
@@ -15,15 +17,10 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def local_ray() -> Iterator[str]:
     """One small Ray for the whole session; its address. Workers on it book no CPUs (`num_cpus=0`) and import `tests/`."""
     import ray
 
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(secrets.token_hex(32))
-    token.chmod(0o600)
-    # Ray would write a token of its own into the home folder
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     tests = Path(__file__).resolve().parent
     # for workers, and for drivers in processes of their own
     os.environ["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
