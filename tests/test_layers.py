@@ -12,6 +12,7 @@ NEVER_IMPORTED = {"rollout": {"sync", "trainer_adapters"}, "sync": {"trainer_ada
 MAY_IMPORT: dict[str, set[Path]] = {
     "ray": {Path("rollout/remote.py"), Path("rollout/worker_config.py")},
     "trl": set(),
+    "peft": {Path("sync/lora.py")},
 }
 """Which files may need what may not be installed."""
 TYPING_ONLY = {Path("rollout/tracker.py"), Path("rollout/upstream_api.py"), Path("rollout/seams.py")}
