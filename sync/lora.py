@@ -70,7 +70,7 @@ def merged_exports(module: nn.Module, adapter: str | None = None) -> list[Export
 
 def tuner_modules(module: nn.Module) -> Mapping[str, Any]:
     """PEFT's layers in a module, by name: those with an adapter and those that hold a trained copy."""
-    if "peft" not in sys.modules:  # then nothing of it can be in the module, and importing it takes seconds
+    if sys.modules.get("peft") is None:  # then nothing of it can be in the module, and importing it takes seconds
         return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
