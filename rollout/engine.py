@@ -79,6 +79,7 @@ class GenerationEngine:
         self._num_updates = 0
         self._last_update: UpdateRecord | None = None
         self._model = build_shell(model, copy_weights=copy_weights)
+        self._owns_weights = copy_weights
         self._watch = WeightWatch(self._model)
         upstream_config, paged = upstream_settings(self.config, self._model)
         # The listener exists before the manager that it listens to, which exists before the sizes are known.
@@ -328,7 +329,9 @@ class GenerationEngine:
 
     # -------------------------------------------------------------------------------------------- weights and state
 
-    def update(self, version: int | None = None, timeout_s: float = 30.0) -> AbstractContextManager[nn.Module]:
+    def update(
+        self, version: int | None = None, timeout_s: float = 30.0, *, remap: bool = False
+    ) -> AbstractContextManager[nn.Module]:
         """The live update. Inside `with engine.update() as model:` generation stands still between two steps; change
         `model`'s parameters in place. On leaving, `version` (None: the next one) is the engine's, and requests in flight
         go on with their KV cache.
@@ -337,9 +340,17 @@ class GenerationEngine:
         the body: one that overruns it fences the engine and ends the requests in flight (ERROR, with what they had).
         After an exception in the body the engine is FENCED: it runs nothing until an update succeeds, then what was in
         flight goes on. Parameters must stay where they are: a replaced or re-pointed one fences the engine too.
+
+        `remap=True` lets the body re-point them (`parameter.data = tensor` of the same shape and dtype), where nothing
+        else holds their addresses (see `can_remap`); InvalidRequestError elsewhere.
         """
         self._check(EngineState.RUNNING, EngineState.FENCED)
-        return self._updater.update(version, requests.check_limit(timeout_s))
+        if remap and not self.can_remap:
+            raise InvalidRequestError(
+                "this engine's parameters cannot be re-pointed: another model shares them (make the engine with "
+                "copy_weights=True), or captured graphs hold their addresses; write into them in place"
+            )
+        return self._updater.update(version, requests.check_limit(timeout_s), remap)
 
     def call(
         self, fn: Callable[Concatenate["GenerationEngine", P], R], *args: P.args, **kwargs: P.kwargs
@@ -378,6 +389,11 @@ class GenerationEngine:
     def state(self) -> EngineState:
         """Where the engine is in its life."""
         return self._state
+
+    @property
+    def can_remap(self) -> bool:
+        """Whether an update may re-point the parameters: they are the engine's own, on a CPU, and no graph was captured."""
+        return self._owns_weights and self._model.device.type == "cpu" and not self._manager.uses_graphs
 
     @property
     def is_inside_update(self) -> bool:

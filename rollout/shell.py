@@ -96,13 +96,20 @@ class WeightWatch:
             return "a weight (by a fused optimizer, or through .data)"
         return None
 
-    def moved(self) -> str | None:
-        """The name of a weight that is another object, or lies elsewhere, or has another shape or dtype, or None."""
+    def replaced(self) -> str | None:
+        """The name of a weight that is another object, or has another shape or dtype, or None."""
         for name, tensor in self._module.state_dict(keep_vars=True).items():
             if id(tensor) != self._names.get(name):
                 return name
-        for (name, tensor), address, form in zip(self._weights.items(), self._addresses, self._forms, strict=True):
-            if tensor.data_ptr() != address or (tensor.shape, tensor.dtype) != form:
+        for (name, tensor), form in zip(self._weights.items(), self._forms, strict=True):
+            if (tensor.shape, tensor.dtype) != form:
+                return name
+        return None
+
+    def moved(self) -> str | None:
+        """The name of a weight that lies elsewhere, or None."""
+        for (name, tensor), address in zip(self._weights.items(), self._addresses, strict=True):
+            if tensor.data_ptr() != address:
                 return name
         return None
 

@@ -46,11 +46,11 @@ class Updater:
     _writer: int | None = None  # the thread that is inside a pause
 
     @contextmanager
-    def update(self, version: int | None, timeout_s: float) -> Iterator[nn.Module]:
+    def update(self, version: int | None, timeout_s: float, remap: bool) -> Iterator[nn.Module]:
         """See GenerationEngine.update."""
         self.refuse_inside("update()")
         begin = self._commit if self.control.is_current() else self._lend
-        with begin(version, timeout_s, time.monotonic()) as model:
+        with begin(version, timeout_s, remap, time.monotonic()) as model:
             self._writer = threading.get_ident()
             try:
                 yield model
@@ -67,9 +67,9 @@ class Updater:
             raise EngineStateError(f"{what} inside update() would wait for itself; call it after the update")
 
     @contextmanager
-    def _lend(self, version: int | None, timeout_s: float, asked_at: float) -> Iterator[nn.Module]:
+    def _lend(self, version: int | None, timeout_s: float, remap: bool, asked_at: float) -> Iterator[nn.Module]:
         loan = _Loan()
-        job = self.control.submit(lambda: loan.serve(self._commit(version, timeout_s, asked_at), self.tracker))
+        job = self.control.submit(lambda: loan.serve(self._commit(version, timeout_s, remap, asked_at), self.tracker))
         job.add_done_callback(lambda _: loan.entered.set())
         began = False
         try:
@@ -104,7 +104,7 @@ class Updater:
             return PauseTimeoutError(f"leaving the pause took longer than {timeout_s + GRACE_S:.3g} s")
 
     @contextmanager
-    def _commit(self, version: int | None, timeout_s: float, asked_at: float) -> Iterator[nn.Module]:
+    def _commit(self, version: int | None, timeout_s: float, remap: bool, asked_at: float) -> Iterator[nn.Module]:
         self.check()
         new = self.tracker.version + 1 if version is None else version
         if isinstance(new, bool) or not isinstance(new, int) or new <= self.tracker.version:
@@ -131,7 +131,7 @@ class Updater:
                         "s: requests in flight have ended with what they had, and the engine is fenced until an update "
                         "succeeds; prepare outside the pause and only copy inside it, or raise timeout_s"
                     )
-                self._check_addresses()
+                self._check_addresses(remap)
                 straddlers = self._adopt(new)
             except _GivenUpError:
                 cancel()
@@ -149,8 +149,14 @@ class Updater:
             )
             self.unfence(record)
 
-    def _check_addresses(self) -> None:
-        moved = self.watch.moved()
+    def _check_addresses(self, remap: bool) -> None:
+        replaced = self.watch.replaced()
+        if replaced is not None:
+            raise EngineFencedError(
+                f"{replaced} is no longer the tensor it was: it is another object, or of another shape or dtype. Write "
+                "into it in place: tensor.copy_(new)"
+            )
+        moved = None if remap else self.watch.moved()
         if moved is not None:
             raise EngineFencedError(
                 f"{moved} is no longer the tensor it was: captured graphs and other holders of its address would go on "

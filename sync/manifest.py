@@ -1,5 +1,6 @@
 """What a receiver holds, and whether what a source offers is the same."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,10 @@ class Slot:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     @staticmethod
     def of(held: "Held") -> "Slot":
         tensor = held.tensor
@@ -51,6 +56,11 @@ class Manifest:
     @staticmethod
     def of(module: nn.Module) -> "Manifest":
         return Manifest(tuple(Slot.of(held) for held in held_tensors(module)))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the receiver's tensors lie: an engine is on one device."""
+        return self.slots[0].device if self.slots else torch.device("cpu")
 
     @cached_property
     def index(self) -> Mapping[str, int]:

@@ -1,31 +1,307 @@
-"""The part of a publish that runs where the engine lives."""
+"""The part of a publish that runs where the engine lives, on its control thread, through `target.call`."""
 
-import time
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
-from rollout import GenerationEngine, UpdateRecord
-from sync.errors import SyncTimeoutError
-from sync.manifest import held_tensors
-from sync.staging import Staging
+from rollout import EngineState, GenerationEngine, UpdateRecord
+from sync.errors import SyncError, SyncTimeoutError
+from sync.layout import Layout, digest, empty_run
+from sync.manifest import Manifest, held_tensors
+from sync.place import Deadline, here
+from sync.ticket import Claim, Package, TargetStatus, Ticket
+
+CommitMode = Literal["copy", "remap"]
+"""Copy the staged bytes into the parameters, or re-point the parameters at them."""
+
+
+class Cargo(Protocol):
+    """A whole version that lies somewhere this process can read it. Picklable where it crosses a process."""
+
+    def open(self, layout: Layout) -> "OpenCargo": ...
+
+
+class OpenCargo(Protocol):
+    """A version's bytes, readable until `close`."""
+
+    run: Tensor  # [layout.num_bytes] uint8
+
+    def close(self) -> None: ...
+
+
+class Parcel(Protocol):
+    """One bucket of a version on its way. Picklable."""
+
+    def read(self, into: Tensor) -> None:
+        """Write the bucket's bytes ([num_bytes] uint8); raises what went wrong."""
+
+
+class DerivedTensors(Protocol):
+    """Something computed from an engine's weights (packed or quantised copies) that must change with them."""
+
+    def prepare(self, staged: Mapping[str, Tensor]) -> Any:
+        """While generation goes on: compute what belongs to the new weights. `staged` must not be kept."""
+
+    def install(self, prepared: Any) -> None:
+        """Inside the pause, after the weights have changed; only quick work."""
+
+
+# ------------------------------------------------------------------------------------- what a sender calls on a target
+
+
+def hello(engine: GenerationEngine) -> TargetStatus:
+    """What this engine holds and where it runs. Changes nothing."""
+    return TargetStatus(
+        manifest=Manifest.of(engine.model),
+        version=engine.version,
+        is_fenced=engine.state == EngineState.FENCED,
+        claim=receiver_of(engine).claim,
+        place=here(),
+        can_remap=engine.can_remap,
+    )
+
+
+def accept(engine: GenerationEngine, package: Package, cargo: Cargo, *, verify: bool = True) -> None:
+    """Stage a whole version in one step."""
+    receiver_of(engine).accept(engine, package, cargo, verify=verify)
+
+
+def begin(engine: GenerationEngine, package: Package) -> None:
+    """Get ready for a version that comes bucket by bucket."""
+    receiver_of(engine).begin(engine, package)
+
+
+def receive(engine: GenerationEngine, ticket: Ticket, index: int, parcel: Parcel) -> None:
+    """Take one bucket, in any order; a second copy of a bucket is verified and harmless."""
+    receiver_of(engine).receive(ticket, index, parcel)
 
 
 def commit(
-    engine: GenerationEngine, staging: Staging, version: int, deadline: float, update_timeout_s: float
-) -> UpdateRecord:
-    """Give the engine the staged weights as `version`. Runs on the engine's control thread, through `engine.call`.
+    engine: GenerationEngine, ticket: Ticket, mode: CommitMode, deadline: Deadline, update_timeout_s: float
+) -> UpdateRecord | None:
+    """Give the engine the staged weights; None if it had them already.
 
-    Inside the update there are only copies, in place: addresses stay (CUDA graphs hold them), and a tied tensor, one
-    slot, is copied once. The engine waits for the device before it goes on. `deadline` is in `time.monotonic` seconds;
-    a commit that starts after it touches nothing, since its sender has reported this target as failed by then.
+    Inside the update there are only copies, in place (addresses stay, since captured graphs hold them), or re-pointed
+    parameters. A tied tensor is one slot, so it stays tied. The engine waits for the device before it goes on. A commit
+    that starts after `deadline` touches nothing, since its sender has reported this target as failed by then.
     """
-    limit = min(update_timeout_s, deadline - time.monotonic())
-    if limit <= 0:
-        raise SyncTimeoutError(f"the commit of version {version} began after its sender had stopped waiting")
-    tensors = [held.tensor for held in held_tensors(engine.model)]
-    with engine.update(version, timeout_s=limit), torch.no_grad():
-        for tensor, staged in zip(tensors, staging.buffers, strict=True):
-            tensor.copy_(staged)
-    record = engine.last_update
-    assert record is not None
-    return record
+    return receiver_of(engine).commit(engine, ticket, mode, deadline, update_timeout_s)
+
+
+def forget(engine: GenerationEngine) -> None:
+    """Let go of what is staged and not committed, and of the memory kept for the next version."""
+    receiver_of(engine).forget()
+
+
+def add_derived(engine: GenerationEngine, derived: DerivedTensors) -> None:
+    """Have something recomputed with every version: `engine.call(add_derived, derived)`."""
+    receiver_of(engine).derived.append(derived)
+
+
+# ----------------------------------------------------------------------------------------------------------- the state
+
+
+@dataclass
+class _Staged:
+    """A version on its way in: `missing` holds the buckets that have not been verified yet."""
+
+    package: Package
+    run: Tensor
+    missing: set[int]
+    source: OpenCargo | None
+    """Where the bytes lie if not in the receiver's own memory."""
+    prepared: list[Any] | None = None
+
+
+class Receiver:
+    """What one engine has been sent. Used on the engine's control thread alone, one call after the other."""
+
+    def __init__(self) -> None:
+        self.claim: Claim | None = None
+        self.derived: list[DerivedTensors] = []
+        self._committed: Ticket | None = None
+        self._staged: _Staged | None = None
+        self._own: Tensor | None = None  # kept from one version to the next: fresh pages cost ten times a copy
+        self._mapped: OpenCargo | None = None  # what the parameters point into
+
+    def accept(self, engine: GenerationEngine, package: Package, cargo: Cargo, *, verify: bool) -> None:
+        if not self._admit(engine, package):
+            return
+        opened = cargo.open(package.layout)
+        try:
+            if verify:
+                for bucket, part in package.layout.parts(opened.run):
+                    _verify(package, bucket.index, part)
+        except BaseException:
+            opened.close()
+            raise
+        self._staged = _Staged(package, opened.run, set(), opened)
+        self._prepare()
+
+    def begin(self, engine: GenerationEngine, package: Package) -> None:
+        if not self._admit(engine, package):
+            return
+        layout = package.layout
+        if self._own is None or self._own.numel() != layout.num_bytes:
+            self._own = None
+            self._own = _memory_for(layout)
+        self._staged = _Staged(package, self._own, {bucket.index for bucket in layout.buckets}, None)
+
+    def receive(self, ticket: Ticket, index: int, parcel: Parcel) -> None:
+        if self._committed == ticket:
+            return
+        staged = self._expect(ticket)
+        bucket = staged.package.layout.buckets[index]
+        part = staged.run[bucket.start : bucket.stop]
+        staged.missing.add(index)
+        if part.device.type == "cpu":
+            parcel.read(part)
+            _verify(staged.package, index, part)
+        else:
+            host = empty_run(bucket.num_bytes, torch.device("cpu"))
+            parcel.read(host)
+            _verify(staged.package, index, host)
+            part.copy_(host)
+        staged.missing.discard(index)
+        if not staged.missing:
+            self._prepare()
+
+    def commit(
+        self, engine: GenerationEngine, ticket: Ticket, mode: CommitMode, deadline: Deadline, update_timeout_s: float
+    ) -> UpdateRecord | None:
+        if self._committed == ticket and engine.state != EngineState.FENCED:
+            return None
+        staged = self._expect(ticket)
+        if staged.missing:
+            raise SyncError(
+                f"version {ticket.version} is not complete: {len(staged.missing)} of "
+                f"{len(staged.package.layout.buckets)} buckets have not arrived; publish it again"
+            )
+        limit_s = min(update_timeout_s, deadline.remaining_s())
+        if limit_s <= 0:
+            raise SyncTimeoutError(f"the commit of version {ticket.version} began after its sender had stopped waiting")
+        tensors = [held.tensor for held in held_tensors(engine.model)]
+        views = staged.package.layout.views(staged.run)
+        replaced: list[Tensor] = []
+        update = (
+            engine.update(ticket.version, timeout_s=limit_s, remap=True)
+            if mode == "remap"
+            else engine.update(ticket.version, timeout_s=limit_s)
+        )
+        with update, torch.no_grad():
+            for tensor, view in zip(tensors, views, strict=True):
+                if mode == "remap" and tensor.is_contiguous():
+                    replaced.append(tensor.data)  # unmapping takes longer than the pause should
+                    tensor.data = view
+                else:
+                    tensor.copy_(view)
+            for derived, prepared in zip(self.derived, staged.prepared or [], strict=True):
+                derived.install(prepared)
+        replaced.clear()
+        self._committed, self._staged = ticket, None
+        if mode == "remap":
+            self._mapped, left = staged.source, self._mapped
+        else:
+            left = staged.source
+        if left is not None:
+            left.close()
+        record = engine.last_update
+        assert record is not None
+        return record
+
+    def forget(self) -> None:
+        self._drop_staged()
+        self._own = None
+
+    def _admit(self, engine: GenerationEngine, package: Package) -> bool:
+        """Whether there is anything to stage. SyncError if this sender or version has been overtaken."""
+        ticket, known = package.ticket, self.claim
+        if known is not None and known != ticket.claim:
+            _check_claim(known, ticket.claim)
+        if ticket == self._committed and engine.state != EngineState.FENCED:
+            return False
+        if ticket.version <= engine.version:
+            raise SyncError(
+                f"version {ticket.version} is not newer than the engine's {engine.version}; versions only grow: leave "
+                "`version` out for the next one"
+            )
+        staged = self._staged
+        if staged is not None and staged.package.ticket.claim == ticket.claim:
+            if ticket.version < staged.package.ticket.version:
+                raise SyncError(f"version {ticket.version} was overtaken by {staged.package.ticket.version}")
+            if ticket == staged.package.ticket and not staged.missing:
+                return False  # verified already; what was committed half can be rolled forward from it
+        self.claim = ticket.claim
+        self._drop_staged()
+        return True
+
+    def _expect(self, ticket: Ticket) -> _Staged:
+        staged = self._staged
+        if staged is None or staged.package.ticket != ticket:
+            there = "nothing" if staged is None else f"version {staged.package.ticket.version}"
+            raise SyncError(f"version {ticket.version} is not staged here, {there} is; publish it again")
+        return staged
+
+    def _prepare(self) -> None:
+        staged = self._staged
+        assert staged is not None
+        if self.derived:
+            layout = staged.package.layout
+            named = {
+                name: view
+                for slot, view in zip(layout.manifest.slots, layout.views(staged.run), strict=True)
+                for name in slot.names
+            }
+            staged.prepared = [derived.prepare(named) for derived in self.derived]
+
+    def _drop_staged(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.source is not None:
+            staged.source.close()
+
+
+def receiver_of(engine: GenerationEngine) -> Receiver:
+    """The receiver of an engine, made when it is first asked for; gone with the engine."""
+    with _lock:
+        return _receivers.setdefault(engine, Receiver())
+
+
+_lock = threading.Lock()
+_receivers: "weakref.WeakKeyDictionary[GenerationEngine, Receiver]" = weakref.WeakKeyDictionary()
+
+
+def _check_claim(known: Claim, claim: Claim) -> None:
+    if known.run_id != claim.run_id:
+        raise SyncError(
+            f"the engine belongs to run {known.run_id!r}, the publish comes from run {claim.run_id!r}; start an engine "
+            "for each run, or leave SyncConfig.run_id out to take over the one that it has"
+        )
+    if claim.epoch <= known.epoch:
+        raise SyncError(
+            f"this sender (epoch {claim.epoch} of run {claim.run_id!r}) was replaced by a newer one (epoch {known.epoch}); "
+            "stop this trainer, or make a new WeightSync if it is the one that should go on"
+        )
+
+
+def _memory_for(layout: Layout) -> Tensor:
+    """Where the engine's weights are, so that the pause holds one copy on the device; else in pinned host memory."""
+    device = layout.manifest.device
+    if device.type == "cuda":
+        with suppress(torch.cuda.OutOfMemoryError):
+            return empty_run(layout.num_bytes, device)
+        return empty_run(layout.num_bytes, torch.device("cpu")).pin_memory()
+    return empty_run(layout.num_bytes, device)
+
+
+def _verify(package: Package, index: int, part: Tensor) -> None:
+    assert package.digests is not None
+    if digest(part) != package.digests[index]:
+        raise SyncError(
+            f"bucket {index} of version {package.ticket.version} arrived with other bytes than were sent; publish again"
+        )

@@ -14,6 +14,9 @@ class SyncReport:
     """Tensors staged for one engine; tied ones count once."""
     stage_s: float
     """Seconds of checking and copying into the staging, while generation went on."""
+    send_s: float
+    """Seconds from then until the last target had verified its bytes, while generation went on; what runs beside the
+    commits of other targets included."""
     pause_wait_s: float
     """Seconds from asking for the pause until it held (the rest of a step), the longest among the targets."""
     commit_s: float
@@ -21,7 +24,11 @@ class SyncReport:
     straddlers: int
     """Requests in flight that had tokens of an older version, over all targets."""
     fenced: tuple[str, ...]
-    """Names of the targets that did not take this version; the cause of each is in the log. The next publish, or this
-    version again, rolls them forward."""
+    """Names of the targets that did not take this version; the cause of each is in the log and in `failures`. The next
+    publish, or this version again, rolls them forward; one whose copies broke off half-way serves nothing until then."""
+    failures: dict[str, str]
+    """The cause, by the name of each target in `fenced`."""
+    overtaken: tuple[str, ...]
+    """Names of the targets that had not begun to take this version when a newer publish came; they get the newer one."""
     transport: str
-    """How the bytes came to the engines: "in_process", by a copy in this process's memory."""
+    """How the bytes came to the engines: the transport's name, or several with "+" between them."""

@@ -4,29 +4,34 @@ import torch
 from torch import Tensor
 
 from sync.errors import SyncError
-from sync.manifest import Manifest, TensorSpec
+from sync.layout import Layout
+from sync.manifest import TensorSpec
 
 
 class Staging:
-    """One buffer per slot of a manifest, in the receiver's dtype and on its device, allocated once and used for every
-    publish. `clear`, `put` each tensor, `seal`; from then on `buffers` holds a whole set of weights.
+    """The sender's copy of one version, in the receivers' dtype, at the places of their layout.
+
+    `clear`, `put` each tensor, `seal`; from then on `run` holds a whole set of weights. The memory is the caller's: a
+    transport may want it where its receivers can see it.
 
     A slot that is filled accepts only equal values. That covers tied weights offered under two names, and a version
     that is published a second time (without `clear`).
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, layout: Layout, run: Tensor) -> None:
+        self.layout = layout
+        self.run = run  # [layout.num_bytes] uint8
+        self._views = layout.views(run)
         self._filled: set[int] = set()
-        # Buffers made while the caller is in inference mode could not be written to outside it by a later publish.
-        with torch.inference_mode(False):
-            self.buffers = [
-                torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in manifest.slots
-            ]  # in the manifest's order
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
+        """Of the weights alone."""
+        return sum(view.nbytes for view in self._views)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._views)
 
     def clear(self) -> None:
         """Forget what is staged; the next `put` of each slot writes."""
@@ -35,13 +40,13 @@ class Staging:
     def put(self, name: str, tensor: Tensor) -> None:
         """Copy one tensor in, cast to the receiver's dtype. Raises ManifestError if the receiver holds no such tensor,
         SyncError if its slot holds other values already."""
-        index = self._manifest.check_arrival(name, TensorSpec.of(tensor))
-        buffer = self.buffers[index]
+        index = self.layout.manifest.check_arrival(name, TensorSpec.of(tensor))
+        view = self._views[index]
         with torch.no_grad():
             if index not in self._filled:
-                buffer.copy_(tensor)
+                view.copy_(tensor)
                 self._filled.add(index)
-            elif not _same_bytes(buffer, tensor.to(device=buffer.device, dtype=buffer.dtype)):
+            elif not _same_bytes(view, tensor.to(device=view.device, dtype=view.dtype)):
                 raise SyncError(
                     f"{name} differs from what is already staged for it: tied names must carry equal values, and a "
                     "version is published with one set of values (leave `version` out for the next one)"
@@ -49,11 +54,10 @@ class Staging:
 
     def seal(self) -> None:
         """Check that every slot is filled, and wait until every copy has arrived. Raises ManifestError."""
-        self._manifest.check_coverage(self._filled)
-        # On a GPU the copies are queued on this thread's stream, and nothing orders that before the control thread's.
-        for device in {buffer.device for buffer in self.buffers}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        self.layout.manifest.check_coverage(self._filled)
+        # On a GPU the copies are queued on this thread's stream, and nothing orders that before the reader's.
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def _same_bytes(left: Tensor, right: Tensor) -> bool:

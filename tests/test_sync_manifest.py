@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from sync import ManifestError, SyncError, TensorSpec
+from sync.layout import Layout, empty_run
 from sync.manifest import Manifest, held_tensors
 from sync.source import TensorMap, as_source
 from sync.staging import Staging
@@ -97,23 +98,28 @@ def test_source_of_another_kind_is_refused(source: object) -> None:
         as_source(source)
 
 
+def staging_for(module: nn.Module) -> Staging:
+    layout = Layout(Manifest.of(module), 64)
+    return Staging(layout, empty_run(layout.num_bytes, torch.device("cpu"), zeroed=True))
+
+
 def fill(staging: Staging, module: nn.Module) -> None:
     for held in held_tensors(module):
         staging.put(held.names[0], held.tensor)
 
 
 def test_staging_casts_to_the_receivers_dtype() -> None:
-    staging = Staging(Manifest.of(Tied().bfloat16()))
+    staging = staging_for(Tied().bfloat16())
     source = Tied()
     fill(staging, source)
     staging.seal()
-    assert torch.equal(staging.buffers[1], source.embed.weight.bfloat16())
+    assert torch.equal(staging.layout.views(staging.run)[1], source.embed.weight.bfloat16())
     assert staging.num_bytes == 2 * (2 + 15)
 
 
 def test_staging_made_in_inference_mode_can_be_written_outside_it() -> None:
     with torch.inference_mode():
-        staging = Staging(Manifest.of(Tied()))
+        staging = staging_for(Tied())
         fill(staging, Tied())
     staging.clear()
     fill(staging, Tied())
@@ -121,20 +127,20 @@ def test_staging_made_in_inference_mode_can_be_written_outside_it() -> None:
 
 
 def test_sealing_an_incomplete_staging_names_what_is_missing() -> None:
-    staging = Staging(Manifest.of(Tied()))
+    staging = staging_for(Tied())
     staging.put("head.weight", torch.zeros(5, 3))
     with pytest.raises(ManifestError, match=r"missing: scale"):
         staging.seal()
 
 
 def test_tensor_of_wrong_shape_is_refused_on_arrival() -> None:
-    staging = Staging(Manifest.of(Tied()))
+    staging = staging_for(Tied())
     with pytest.raises(ManifestError, match=r"wrong shape: scale"):
         staging.put("scale", torch.zeros(2, 1))
 
 
 def test_tied_names_must_carry_equal_values() -> None:
-    staging = Staging(Manifest.of(Tied()))
+    staging = staging_for(Tied())
     staging.put("embed.weight", torch.zeros(5, 3))
     staging.put("head.weight", torch.zeros(5, 3))
     with pytest.raises(SyncError, match=r"head.weight differs"):
@@ -142,7 +148,7 @@ def test_tied_names_must_carry_equal_values() -> None:
 
 
 def test_equal_means_equal_bytes() -> None:
-    staging = Staging(Manifest.of(Tied()))
+    staging = staging_for(Tied())
     staging.put("scale", torch.tensor([float("nan"), 0.0]))
     staging.put("scale", torch.tensor([float("nan"), 0.0]))
     with pytest.raises(SyncError, match="scale differs"):

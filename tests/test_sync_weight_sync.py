@@ -1,7 +1,6 @@
 """Publishing into engines that generate."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,10 +22,14 @@ from rollout import (
     UpdateRecord,
 )
 from sync import ManifestError, SyncConfig, SyncError, SyncTimeoutError, WeightSync
+from sync.layout import Layout
+from sync.link import Link
 from sync.manifest import Manifest, held_tensors
+from sync.place import Deadline
 from sync.receiver import commit
 from sync.source import TensorMap
-from sync.staging import Staging
+from sync.ticket import Claim, Package, Ticket
+from sync.transports import InProcess
 
 PROMPT = [5, 17, 33, 8]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=())
@@ -381,15 +384,38 @@ def test_engine_that_does_not_answer_in_time_is_named_and_its_late_commit_touche
         assert weight_sync.publish(trainer).version == 1
 
 
-def test_publish_waits_for_the_one_before_it_and_not_for_ever() -> None:
+def test_newer_publish_overtakes_one_that_no_engine_has_begun_to_take() -> None:
+    first, second = tiny_llama(seed=1), tiny_llama(seed=2)
+    with own(tiny_llama()) as engine, WeightSync(engine) as weight_sync:
+        with busy_control_thread(engine):
+            overtaken = weight_sync.publish(first, wait=False)
+            waiting = weight_sync.publish(second, wait=False)
+            report = overtaken.result(30)
+            assert (report.version, report.overtaken, report.fenced) == (1, ("engine[0]",), ())
+            assert not waiting.done()
+        report = waiting.result(30)
+        assert (report.overtaken, report.fenced) == ((), ())
+        assert (engine.version, engine.stats().updates) == (report.version, 1)
+        assert_equal(weights(engine.model), weights(second))
+
+
+def test_publish_waits_for_the_stage_before_it_and_not_for_ever() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        entered.set()
+        assert leave.wait(30)
+        yield from model.named_parameters()
+
     first, second = tiny_llama(seed=1), tiny_llama(seed=2)
     with own(tiny_llama()) as engine, WeightSync(engine) as weight_sync, ThreadPoolExecutor(1) as pool:
-        with busy_control_thread(engine):
-            committing = weight_sync.publish(first, wait=False)
-            with pytest.raises(SyncTimeoutError, match="waiting for the publish before this one to engine"):
-                weight_sync.publish(second, timeout_s=0.05)
-            waiting = pool.submit(weight_sync.publish, second)
-        assert [committing.result(30).version, waiting.result(30).version] == [1, 2]
+        staging = pool.submit(weight_sync.publish, slow(first))
+        assert entered.wait(30)
+        with pytest.raises(SyncTimeoutError, match="waiting for the publish before this one to engine"):
+            weight_sync.publish(second, timeout_s=0.05)
+        leave.set()
+        assert staging.result(30).version == 1
+        assert weight_sync.publish(second).version == 2
         assert_equal(weights(engine.model), weights(second))
 
 
@@ -403,7 +429,7 @@ def test_staging_beyond_the_limit_is_named_as_such_and_ends_before_the_commit() 
 class PlainEngine:
     """What a WeightSync needs of an engine, with no limit on updates and a log of the weights after each."""
 
-    is_inside_update = False
+    can_remap = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -426,10 +452,17 @@ class PlainEngine:
 
 def test_commit_that_begins_after_the_deadline_touches_nothing() -> None:
     engine = PlainEngine(nn.Linear(2, 2))
-    staging = Staging(Manifest.of(engine.model))
+    layout = Layout(Manifest.of(engine.model), 256)
+    ticket = Ticket(claim=Claim(run_id="run", epoch=1, sender="me"), version=1, seal="")
+    (link,) = [Link("engine", engine)]
+    transport = InProcess()
+    package = Package(ticket=ticket, layout=layout, digests=None)
+    transport.send(package, transport.run(layout), [link], Deadline.after(30))
+    late = link.call(commit, ticket, "copy", Deadline.after(-1), 30.0)
     with pytest.raises(SyncTimeoutError, match="version 1 began after its sender had stopped waiting"):
-        commit(engine, staging, version=1, deadline=time.monotonic(), update_timeout_s=30.0)
+        late.result(30)
     assert engine.history == []
+    assert link.call(commit, ticket, "copy", Deadline.after(30), 30.0).result(30).version == 1
 
 
 def test_commit_that_outlives_its_publish_keeps_its_bytes() -> None:

@@ -1,0 +1,55 @@
+"""What a weight sync knows of one target."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, runtime_checkable
+
+from rollout import GenerationEngine, RolloutError
+from sync.receiver import hello
+from sync.ticket import TargetStatus
+
+
+class Target(Protocol):
+    """Whatever hosts an engine: the engine itself, or a worker in another process."""
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """Run `fn(engine, *args)` on the engine's control thread, after what was called before."""
+
+
+@runtime_checkable
+class JoiningTarget(Target, Protocol):
+    """A target that may come back as a new incarnation, without the weights."""
+
+    def on_join(self, callback: Callable[["JoiningTarget"], None]) -> None:
+        """Have `callback` called with each new incarnation, before it serves anything."""
+
+
+class Link:
+    """One target, by name, and what it said last."""
+
+    def __init__(self, name: str, target: Target) -> None:
+        self.name = name
+        self.target = target
+        self.status: TargetStatus | None = None
+        """None until it has answered for the first time."""
+
+    def ask(self) -> "Future[TargetStatus]":
+        """What it holds. An engine of this process is read at once, also while its control thread is busy."""
+        if not isinstance(self.target, GenerationEngine):
+            return self.call(hello)
+        answer: Future[TargetStatus] = Future()
+        answer.set_result(hello(self.target))
+        return answer
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """`target.call`; a target that refuses gives a failed future."""
+        try:
+            return self.target.call(fn, *args)
+        except RolloutError as refused:
+            failed: Future[Any] = Future()
+            failed.set_exception(refused)
+            return failed
+
+    def is_inside_update(self) -> bool:
+        """Whether the calling thread is inside this target's own update, where waiting for it would never end."""
+        return isinstance(self.target, GenerationEngine) and self.target.is_inside_update

@@ -1,0 +1,81 @@
+"""Files of one living process, on a memory file system, that vanish with it."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from sync.errors import SyncError
+from sync.place import MEMORY_FOLDER
+
+ALIVE = "alive"
+UNFINISHED = ".new-"
+UNFINISHED_FOR_S = 3600.0
+
+
+class RunFolder:
+    """A folder of mode 0700 that lasts as long as its process.
+
+    Its owner holds a lock in it, which the kernel lets go of however the owner ends. Whoever makes the next run folder
+    of the same user removes those whose lock is free, so that a killed process leaves nothing behind for long. A file
+    may be unlinked while it is mapped: readers keep what they have.
+    """
+
+    def __init__(self, base: Path | None = None) -> None:
+        if base is None:
+            base = MEMORY_FOLDER if MEMORY_FOLDER.exists() else Path(tempfile.gettempdir())
+        self._home = base / f"rollsync-{os.getuid()}"
+        self._home.mkdir(mode=0o700, exist_ok=True)
+        _check_private(self._home)
+        sweep(self._home)
+        # Locked before it has the name that a sweep looks for.
+        unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self._home))
+        self._lock = _try_lock(unfinished / ALIVE)
+        assert self._lock is not None
+        self.path = unfinished.rename(self._home / f"run-{unfinished.name.removeprefix(UNFINISHED)}")
+
+    def close(self) -> None:
+        """Remove the folder. Harmless twice."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+        with suppress(OSError):  # another process has a run folder in it
+            self._home.rmdir()
+
+
+def sweep(home: Path) -> None:
+    """Remove the run folders of processes that have ended."""
+    for folder in home.iterdir():
+        if folder.name.startswith(UNFINISHED):
+            with suppress(FileNotFoundError):
+                if time.time() - folder.stat().st_mtime < UNFINISHED_FOR_S:
+                    continue
+        with suppress(FileNotFoundError, NotADirectoryError):
+            lock = _try_lock(folder / ALIVE)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock, or None if somebody else does."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _check_private(home: Path) -> None:
+    status = home.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not home.is_dir() or home.is_symlink():
+        raise SyncError(
+            f"{home} must be a folder of this user alone (mode 0700), it has owner {status.st_uid} and mode "
+            f"{status.st_mode & 0o777:o}: others could read or replace the weights in it; remove it or name another folder"
+        )

@@ -1,0 +1,182 @@
+"""One staged copy per node, which every engine of the node maps."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sync.errors import SyncError
+from sync.layout import Layout
+from sync.place import Deadline, machine
+from sync.receiver import CommitMode, accept
+from sync.ticket import Package, TargetStatus
+from sync.transports.base import Link
+from sync.transports.run_folder import RunFolder
+
+
+class SharedMemory:
+    """For engines in other processes of this machine: staged into a mapped file that all of them read.
+
+    `commit="copy"`: each engine copies from it inside its pause. `commit="remap"`: each engine's parameters are
+    re-pointed at its private mapping of the file: milliseconds at any size, one physical copy for all engines; a write
+    to such a parameter never reaches the file or another engine. None: remap where an engine allows it.
+
+    A reader holds a lock on the file that it maps, which the kernel lets go of when it dies. The file is written again
+    only when nobody holds one; until then the next version goes into another file. So three files at most: what engines
+    run on, what is staged next, what a slow engine has not left.
+    """
+
+    name = "shared_memory"
+
+    def __init__(self, commit: CommitMode | None = None, *, folder: Path | None = None) -> None:
+        """`folder`: where the run folder is made; None: the memory file system. SyncError if others could read it."""
+        if commit not in (None, "copy", "remap"):
+            raise SyncError(f'commit must be "copy", "remap", or None for whichever an engine allows, got {commit!r}')
+        self._commit = commit
+        self._folder = RunFolder(folder)
+        self._files: list[_File] = []
+        self._current: _File | None = None
+        self._num_made = 0
+
+    def commit_mode(self, status: TargetStatus) -> CommitMode:
+        if status.place.machine != machine():
+            raise SyncError("SharedMemory reaches engines of this machine only; use ObjectStore between machines")
+        if self._commit == "remap" and not status.can_remap:
+            raise SyncError(
+                'an engine cannot re-point its parameters (another model shares them, or it runs on a GPU); use commit="copy"'
+            )
+        return self._commit if self._commit is not None else "remap" if status.can_remap else "copy"
+
+    def run(self, layout: Layout) -> Tensor:
+        for file in [file for file in self._files if file.layout != layout]:
+            self._files.remove(file)
+            file.remove()
+        unread = (file for file in self._files if file is not self._current and file.lock_if_unread())
+        self._current = next(unread, None) or self._make(layout)
+        return self._current.run
+
+    def _make(self, layout: Layout) -> "_File":
+        self._num_made += 1
+        file = _File.make(self._folder.path / f"weights-{self._num_made}", layout)
+        self._files.append(file)
+        return file
+
+    def send(
+        self, package: Package, run: Tensor, links: Sequence[Link], deadline: Deadline
+    ) -> Mapping[str, "Future[Any]"]:
+        file = next(file for file in self._files if file.run is run)
+        file.unlock()
+        cargo = MappedFile(path=str(file.path), inode=file.inode)
+        return {link.name: link.call(accept, package, cargo) for link in links}
+
+    def close(self) -> None:
+        for file in self._files:
+            file.remove()
+        self._files.clear()
+        self._folder.close()
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A sealed version in a file of this machine."""
+
+    path: str
+    inode: int
+
+    def open(self, layout: Layout) -> "_Mapping":
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SyncError(f"the staged weights are gone ({error}); publish again") from error
+        try:
+            status = os.fstat(descriptor)
+            if status.st_ino != self.inode or status.st_size < layout.num_bytes:
+                raise SyncError(f"{self.path} is not the file that was sent; publish again")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SyncError(f"{self.path} is being written again, a newer version is on its way") from None
+            # Through the descriptor: the name may be another file by now. Private: a write stays in this process.
+            return _Mapping(descriptor, _map(f"/proc/self/fd/{descriptor}", layout.num_bytes, shared=False))
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+class _Mapping:
+    """A private mapping, and the lock that keeps its file from being written again."""
+
+    def __init__(self, descriptor: int, run: Tensor) -> None:
+        self.run = run
+        self._descriptor: int | None = descriptor
+
+    def close(self) -> None:
+        """Nobody in this process reads it any more; the memory goes with the last tensor over it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class _File:
+    """The sender's side: a file that it alone writes."""
+
+    def __init__(self, path: Path, layout: Layout, descriptor: int) -> None:
+        self.path = path
+        self.layout = layout
+        self.inode = os.fstat(descriptor).st_ino
+        self.run = _map(str(path), layout.num_bytes, shared=True)
+        self._descriptor: int | None = descriptor
+
+    @staticmethod
+    def make(path: Path, layout: Layout) -> "_File":
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Without it a full file system shows as SIGBUS in whoever touches the first page that is missing.
+            os.posix_fallocate(descriptor, 0, layout.num_bytes)
+            return _File(path, layout, descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink()
+            if error.errno != errno.ENOSPC:
+                raise
+            free = shutil.disk_usage(path.parent).free
+            raise SyncError(
+                f"staging needs {layout.num_bytes / 2**30:.2f} GiB in {path.parent}, {free / 2**30:.2f} GiB are free; make "
+                "the memory file system larger, or name a folder on another one: SharedMemory(folder=...)"
+            ) from error
+
+    def lock_if_unread(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        assert self._descriptor is not None
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def remove(self) -> None:
+        """Engines that map it keep it; the memory goes with the last of them."""
+        if self._descriptor is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _map(path: str, num_bytes: int, *, shared: bool) -> Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    with torch.inference_mode(False):
+        storage = torch.UntypedStorage.from_file(path, shared=shared, nbytes=num_bytes)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
