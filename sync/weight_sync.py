@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
@@ -68,6 +68,7 @@ class WeightSync:
         self._delivery: Delivery | None = None
         self._kept: dict[tuple[int, Layout], _Kept] = {}
         self._kept_version: int | None = None
+        self._last_seals: dict[tuple[int, Layout], str] = {}
         self._spent_version = 0  # sent to a target whose answer is not known: never used for other bytes
         self._claim: Claim | None = None
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync")
@@ -183,24 +184,11 @@ class WeightSync:
             for route in routes:
                 route.layout.manifest.check(specs)
             offer = offer.tensors()
-        before = {key: kept.package.ticket.seal for key, kept in self._kept.items() if kept.package is not None}
-        if not again:
-            self._kept_version = None
-            self._kept = {_key(route): _Kept(_staging_for(route)) for route in routes}
-        stagings = [self._kept.setdefault(_key(route), _Kept(_staging_for(route))).staging for route in routes]
-        self._fill(stagings, offer, version, deadline, timeout_s)
-        for key, kept in self._kept.items():
-            if kept.package is None:
-                kept.package = _package(kept.staging, claim, version)
-                if before.get(key) == kept.package.ticket.seal:
-                    logger.warning(
-                        "version %d has the very bytes of the one before it: was the right model published, and did the "
-                        "optimizer step?",
-                        version,
-                    )
-        self._kept_version = version
+        stagings = self._stagings(routes, again)
+        self._fill(list(stagings.values()), offer, version, deadline, timeout_s)
+        self._seal(stagings, claim, version)
         self._remember(claim, version)
-        largest = max(stagings, key=lambda staging: staging.num_bytes)
+        largest = max(stagings.values(), key=lambda staging: staging.num_bytes)
         return _Staged(
             version=version,
             shipments=self._shipments(routes, again),
@@ -211,6 +199,36 @@ class WeightSync:
             staged_at=time.perf_counter(),
             transport="+".join(sorted({route.transport.name for route in routes})),
         )
+
+    def _stagings(self, routes: Sequence[Route], again: bool) -> dict[tuple[int, Layout], Staging]:
+        """Where each route's tensors are put: beside what is kept, or for the same version once more in its place."""
+        stagings: dict[tuple[int, Layout], Staging] = {}
+        for route in routes:
+            kept = self._kept.get(_key(route)) if again else None
+            stagings[_key(route)] = kept.staging if kept is not None else _staging_for(route)
+        if not again:
+            written = {id(staging.run) for staging in stagings.values()}
+            self._kept = {key: kept for key, kept in self._kept.items() if id(kept.staging.run) not in written}
+            if not self._kept:
+                self._kept_version = None
+        return stagings
+
+    def _seal(self, stagings: Mapping[tuple[int, Layout], Staging], claim: Claim, version: int) -> None:
+        """From here on these are the newest weights, and what was kept before may go."""
+        before, self._kept, self._kept_version = self._kept, {}, version
+        for key, staging in stagings.items():
+            kept = before.get(key)
+            if kept is not None and kept.staging is staging:
+                self._kept[key] = kept
+                continue
+            self._kept[key] = _Kept(staging, _package(staging, claim, version))
+            if self._last_seals.get(key) == self._kept[key].package.ticket.seal:
+                logger.warning(
+                    "version %d has the very bytes of the one before it: was the right model published, and did the "
+                    "optimizer step?",
+                    version,
+                )
+        self._last_seals = {key: kept.package.ticket.seal for key, kept in self._kept.items()}
 
     def _open(self, deadline: Deadline, timeout_s: float) -> dict[str, BaseException]:
         """Ask every target what it holds. Those that fail now are left out; one that is merely late is not, if it has
@@ -309,7 +327,6 @@ class WeightSync:
         shipments = []
         for route in routes:
             kept = self._kept[_key(route)]
-            assert kept.package is not None
             version = kept.package.ticket.version
             behind = [link for link in route.links if not again or _lacks(link, version)]
             shipments.append(Shipment(kept.package, kept.staging.run, route.transport, behind))
@@ -371,7 +388,7 @@ class WeightSync:
         link.status = link.ask().result(self._config.open_timeout_s)
         (route,) = self._router.routes([link])
         kept = self._kept.get(_key(route))
-        if kept is None or kept.package is None:
+        if kept is None:
             raise SyncError("it holds other tensors than the targets of the last publish")
         shipment = Shipment(kept.package, kept.staging.run, route.transport, [link])
         delivery = Delivery(
@@ -385,13 +402,12 @@ class WeightSync:
         return delivery.run()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Kept:
-    """The newest version in one layout, for stragglers and joiners."""
+    """The newest sealed version in one layout, for stragglers and joiners."""
 
     staging: Staging
-    package: Package | None = None
-    """None until it is sealed."""
+    package: Package
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ class SharedMemory:
         self._commit = commit
         self._folder = RunFolder(folder)
         self._files: list[_File] = []
-        self._current: _File | None = None
+        self._sent: _File | None = None  # kept whole until the next one is, for whoever comes late
         self._num_made = 0
 
     def commit_mode(self, status: TargetStatus) -> CommitMode:
@@ -59,9 +59,8 @@ class SharedMemory:
         for file in [file for file in self._files if file.layout != layout]:
             self._files.remove(file)
             file.remove()
-        unread = (file for file in self._files if file is not self._current and file.lock_if_unread())
-        self._current = next(unread, None) or self._make(layout)
-        return self._current.run
+        unread = (file for file in self._files if file is not self._sent and file.lock_if_unread())
+        return (next(unread, None) or self._make(layout)).run
 
     def _make(self, layout: Layout) -> "_File":
         self._num_made += 1
@@ -74,6 +73,7 @@ class SharedMemory:
     ) -> Mapping[str, "Future[Any]"]:
         file = next(file for file in self._files if file.run is run)
         file.unlock()
+        self._sent = file
         cargo = MappedFile(path=str(file.path), inode=file.inode)
         return {link.name: link.call(accept, package, cargo) for link in links}
 
