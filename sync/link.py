@@ -1,5 +1,6 @@
 """What a weight sync knows of one target."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
@@ -7,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 from rollout import GenerationEngine, RolloutError
 from sync.receiver import hello
 from sync.ticket import TargetStatus
+
+logger = logging.getLogger(__name__)
 
 
 class Target(Protocol):
@@ -22,6 +25,14 @@ class JoiningTarget(Target, Protocol):
 
     def on_join(self, callback: Callable[["JoiningTarget"], None]) -> None:
         """Have `callback` called with each new incarnation, before it serves anything."""
+
+
+@runtime_checkable
+class FencingTarget(Target, Protocol):
+    """A target that can be kept from serving until it holds a version."""
+
+    def require_version(self, version: int) -> None:
+        """It takes no request below this version from now on, also after it has come back."""
 
 
 class Link:
@@ -49,6 +60,14 @@ class Link:
             failed: Future[Any] = Future()
             failed.set_exception(refused)
             return failed
+
+    def fence(self, version: int) -> None:
+        """Keep a target that missed a version from serving an older one, where that is in its hands."""
+        if isinstance(self.target, FencingTarget):
+            try:
+                self.target.require_version(version)
+            except RolloutError as error:
+                logger.info("%s cannot be told that it needs version %d: %s", self.name, version, error)
 
     def is_inside_update(self) -> bool:
         """Whether the calling thread is inside this target's own update, where waiting for it would never end."""

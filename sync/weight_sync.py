@@ -260,6 +260,9 @@ class WeightSync:
         if not outcome.is_certain:
             self._opener.spend(version)
         failures = {**staged.opening.failures, **outcome.failures}
+        for link in self._links:
+            if link.name in failures:
+                self._joiner.submit(link.fence, version)  # it may take as long as its own limit
         if len(failures) == len(self._links):
             raise nobody(f"took version {version}", failures)
         records = [record for record in outcome.records.values() if record is not None]
