@@ -72,9 +72,9 @@ def accept(engine: GenerationEngine, package: Package, cargo: Cargo, *, verify: 
     receiver_of(engine).accept(engine, package, cargo, verify=verify)
 
 
-def begin(engine: GenerationEngine, package: Package) -> None:
-    """Get ready for a version that comes bucket by bucket."""
-    receiver_of(engine).begin(engine, package)
+def begin(engine: GenerationEngine, package: Package) -> bool:
+    """Get ready for a version that comes bucket by bucket. False if there is nothing to send: it is here already."""
+    return receiver_of(engine).begin(engine, package)
 
 
 def receive(engine: GenerationEngine, ticket: Ticket, index: int, parcel: Parcel) -> None:
@@ -144,14 +144,15 @@ class Receiver:
         self._staged = _Staged(package, opened.run, set(), opened)
         self._prepare()
 
-    def begin(self, engine: GenerationEngine, package: Package) -> None:
+    def begin(self, engine: GenerationEngine, package: Package) -> bool:
         if not self._admit(engine, package):
-            return
+            return False
         layout = package.layout
         if self._own is None or self._own.numel() != layout.num_bytes:
             self._own = None
             self._own = _memory_for(layout)
         self._staged = _Staged(package, self._own, {bucket.index for bucket in layout.buckets}, None)
+        return True
 
     def receive(self, ticket: Ticket, index: int, parcel: Parcel) -> None:
         if self._committed == ticket:

@@ -29,11 +29,11 @@ class RunFolder:
             base = MEMORY_FOLDER if MEMORY_FOLDER.exists() else Path(tempfile.gettempdir())
         self._home = base / f"rollsync-{os.getuid()}"
         self._home.mkdir(mode=0o700, exist_ok=True)
-        _check_private(self._home)
+        check_private(self._home)
         sweep(self._home)
         # Locked before it has the name that a sweep looks for.
         unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self._home))
-        self._lock = _try_lock(unfinished / ALIVE)
+        self._lock = try_lock(unfinished / ALIVE)
         assert self._lock is not None
         self.path = unfinished.rename(self._home / f"run-{unfinished.name.removeprefix(UNFINISHED)}")
 
@@ -55,13 +55,13 @@ def sweep(home: Path) -> None:
                 if time.time() - folder.stat().st_mtime < UNFINISHED_FOR_S:
                     continue
         with suppress(FileNotFoundError, NotADirectoryError):
-            lock = _try_lock(folder / ALIVE)
+            lock = try_lock(folder / ALIVE)
             if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
 
 
-def _try_lock(path: Path) -> int | None:
+def try_lock(path: Path) -> int | None:
     """A descriptor that holds the lock, or None if somebody else does."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -72,7 +72,8 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _check_private(home: Path) -> None:
+def check_private(home: Path) -> None:
+    """SyncError if another user could read or write what is in this folder."""
     status = home.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or not home.is_dir() or home.is_symlink():
         raise SyncError(
