@@ -18,15 +18,22 @@ enum { LANES = 16, BLOCK = 32, TILE = 16 };
 /* Lowered to what the CPU has; read and written at any address. */
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+
 INLINE lanes load(const float *p) { return *(const lanes *)p; }
 INLINE void store(float *p, lanes x) { *(lanes *)p = x; }
 
 INLINE float sum(lanes x) {
-    float part[LANES];
-    memcpy(part, &x, sizeof part);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] += part[i + half];
-    return part[0];
+    eight low, high;
+    memcpy(&low, &x, sizeof low);
+    memcpy(&high, (const char *)&x + sizeof low, sizeof high);
+    low += high;
+    four first, second;
+    memcpy(&first, &low, sizeof first);
+    memcpy(&second, (const char *)&low + sizeof first, sizeof second);
+    first += second;
+    return (first[0] + first[2]) + (first[1] + first[3]);
 }
 
 /* e^x for x <= 0, to 2 units in the last place; 0 below -87. In a form that compilers turn into vector code. */
