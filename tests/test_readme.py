@@ -14,7 +14,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTAL
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda code: code.strip().splitlines()[-1].strip()[:40])
 def test_a_snippet_runs_as_it_stands(snippet: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, cwd=README.parent, check=False
+        [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=300, cwd=README.parent, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "a snippet that shows nothing teaches nothing"
