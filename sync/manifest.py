@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from sync.errors import ManifestError, SyncError
 
 
+SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+"""Numbers that mean nothing without a scale beside them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """One offered tensor, before a byte of it is gathered."""
@@ -55,6 +59,8 @@ class Manifest:
 
     @staticmethod
     def of(module: nn.Module) -> "Manifest":
+        """SyncError for a quantised module: a cast is not a quantisation, and would destroy the weights."""
+        _refuse_quantised(module)
         return Manifest(tuple(Slot.of(held) for held in held_tensors(module)))
 
     @property
@@ -115,6 +121,20 @@ def held_tensors(module: nn.Module) -> list[Held]:
         known = groups.get(id(tensor), Held((), tensor))
         groups[id(tensor)] = Held((*known.names, name), tensor)
     return list(groups.values())
+
+
+def _refuse_quantised(module: nn.Module) -> None:
+    reason = None
+    if getattr(module, "is_quantized", False):
+        reason = f"{type(module).__name__} is quantised"
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and (tensor.is_quantized or tensor.dtype in SCALED_DTYPES):
+            reason = f"{name} is quantised ({tensor.dtype})"
+    if reason is not None:
+        raise SyncError(
+            f"{reason}, and a trainer's weights cannot be cast into it; host the engine in float32, bfloat16 or float16 "
+            "(for a quantised checkpoint: dequantize it when loading)"
+        )
 
 
 def _describe(slot: Slot) -> str:

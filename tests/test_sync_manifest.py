@@ -153,3 +153,13 @@ def test_equal_means_equal_bytes() -> None:
     staging.put("scale", torch.tensor([float("nan"), 0.0]))
     with pytest.raises(SyncError, match="scale differs"):
         staging.put("scale", torch.tensor([float("nan"), -0.0]))
+
+
+def test_quantised_receiver_is_refused_with_the_remedy() -> None:
+    marked = Tied()
+    marked.is_quantized = True
+    scaled = Tied()
+    scaled.embed.weight.data = scaled.embed.weight.data.to(torch.float8_e4m3fn)
+    for module, what in ((marked, "Tied is quantised"), (scaled, r"weight is quantised \(torch.float8_e4m3fn\)")):
+        with pytest.raises(SyncError, match=what + ".*host the engine in float32"):
+            Manifest.of(module)
