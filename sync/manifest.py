@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from sync.errors import ManifestError, SyncError
 
-
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 """Numbers that mean nothing without a scale beside them."""
 
