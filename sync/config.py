@@ -20,8 +20,8 @@ class SyncConfig:
     `publish`'s own limit bounds it too. A step of generation, which the pause waits for, takes well under a second."""
 
     open_timeout_s: float = 10.0
-    """Upper bound on asking the targets what they hold. One that does not answer in time is left out, unless it has
-    answered before: then its part is queued, and reported as late if it stays so."""
+    """Upper bound on asking a new target what it holds; one that does not answer in time is left out. One that has
+    answered before is given a second; then its part is queued, and reported as late if it stays so."""
 
     bucket_bytes: int = 256 * MIB
     """Weights are verified, and sent between machines, in pieces of this size; two are in flight at once."""

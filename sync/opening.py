@@ -15,6 +15,9 @@ from sync.ticket import Claim
 
 logger = logging.getLogger(__name__)
 
+KNOWN_TARGET_S = 1.0
+"""What a target that has answered before may take: one that hangs must not cost every publish the whole limit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
@@ -72,7 +75,9 @@ class Opener:
         """Ask every target what it holds. Those that fail now are left out; one that is merely late is not, if it has
         answered before."""
         asked = {link: link.ask() for link in self._links}
-        wait_for(asked.values(), timeout=min(self._config.open_timeout_s, deadline.remaining_s()))
+        wait_for(asked.values(), timeout=min(KNOWN_TARGET_S, deadline.remaining_s()))
+        strangers = [answer for link, answer in asked.items() if link.status is None]
+        wait_for(strangers, timeout=min(self._config.open_timeout_s, deadline.remaining_s()))
         failures: dict[str, BaseException] = {}
         for link, answer in asked.items():
             if not answer.done():
