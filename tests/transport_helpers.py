@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from fakes import marker_llama
+from fakes import marker_llama, tiny_llama
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -60,6 +60,11 @@ def marker(version: int) -> PreTrainedModel:
     return model
 
 
+def wide_llama(seed: int = 0) -> PreTrainedModel:
+    """1.6 MB: buckets of it are large enough for Ray's object store."""
+    return tiny_llama(seed=seed, hidden_size=128, intermediate_size=256)
+
+
 def num_fds(_: Any = None) -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -78,13 +83,15 @@ def die_at_next_open(_: GenerationEngine, part: str) -> None:
     sys.addaudithook(kill)
 
 
-def sealed(transport: Transport, layout: Layout, module: nn.Module, version: int) -> tuple[Package, Tensor]:
+def sealed(
+    transport: Transport, layout: Layout, module: nn.Module, version: int, claim: Claim = CLAIM
+) -> tuple[Package, Tensor]:
     """A version as WeightSync would have it, in the transport's memory."""
     run = transport.run(layout)
     for view, held in zip(layout.views(run), held_tensors(module), strict=True):
         view.copy_(held.tensor.detach())
     digests = layout.digests(run)
-    ticket = Ticket(claim=CLAIM, version=version, seal=seal(digests))
+    ticket = Ticket(claim=claim, version=version, seal=seal(digests))
     return Package(ticket=ticket, layout=layout, digests=digests), run
 
 
@@ -98,3 +105,31 @@ class SpyLink(Link):
     def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         self._before(fn.__name__, args)
         return super().call(fn, *args)
+
+
+class SpyTarget:
+    """A target that tells `before` of each call that reaches it."""
+
+    def __init__(self, target: Any, before: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self.worker_id = target.worker_id
+        self._target = target
+        self._before = before
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+        self._before(fn.__name__, args)
+        return self._target.call(fn, *args)
+
+
+class At:
+    """Does something once, before the `count`th call of the function `name`."""
+
+    def __init__(self, name: str, count: int, act: Callable[[], object]) -> None:
+        self._name = name
+        self._left = count
+        self._act = act
+
+    def __call__(self, name: str, _: tuple[Any, ...]) -> None:
+        if name == self._name:
+            self._left -= 1
+            if self._left == 0:
+                self._act()
