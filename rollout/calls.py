@@ -23,12 +23,16 @@ class PendingCalls:
         self._resolver = ControlThread()
         self._alarms = Alarms()
         self._is_started = False
+        self._ended: RolloutError | None = None
 
     def add(self, limit_s: float, unanswered: RolloutError) -> "Future[Any]":
-        """A future that resolves by `answer`, or after `limit_s` with the error `unanswered`."""
+        """A future that resolves by `answer`, or after `limit_s` with the error `unanswered`. Raises what `fail_all` was
+        given, after that."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
+            if self._ended is not None:
+                raise self._ended  # its limit would never come
             if not self._is_started:
                 self._resolver.start()
                 self._alarms.start()
@@ -49,8 +53,9 @@ class PendingCalls:
         self._submit(partial(_settle, future, get))
 
     def fail_all(self, error: RolloutError) -> None:
-        """Resolves what is pending with `error`. Never blocks."""
+        """Resolves what is pending with `error`, and takes no more. Never blocks."""
         with self._lock:
+            self._ended = error
             pending = list(self._pending)
         for future in pending:
             self._submit(partial(_fail, future, error))

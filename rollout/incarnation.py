@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.errors import WorkerDiedError, WorkerUnreachableError
-from rollout.remote import Answer, RemoteHost
+from rollout.remote import Answer, Failure, RemoteHost, opened
 from rollout.status import EngineStats
 from rollout.wire import Report, WorkerState
 from rollout.worker_config import WorkerConfig
@@ -59,13 +59,14 @@ class Incarnation:
         self.check_living(question)
         return self.heard(lambda: self.host.ask(question, *args, limit_s=limit_s))
 
-    def heard(self, get: Callable[[], Answer]) -> Any:
+    def heard(self, get: Callable[[], Answer | Failure]) -> Any:
         """The value of the answer that `get` returns, or what it raises, and hears."""
         try:
-            answer = get()
+            reply = get()
         except WorkerDiedError as error:
             self.end(str(error))
             raise
+        answer = opened(reply)  # what a function raised in the worker says nothing about the worker
         self.hear(answer.report)
         return answer.value
 
@@ -116,7 +117,7 @@ class Incarnation:
                         self._changed.notify_all()  # it may have become SUSPECT
                 else:
                     question = None
-                    self.hear(answer.value)
+                    self.hear(opened(answer).value)
 
     def _seen(self) -> tuple[WorkerState, int] | None:
         return None if self._reported is None else (self._reported, self.version)

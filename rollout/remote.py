@@ -6,6 +6,7 @@ that a call is never behind a submit or a poll that waits.
 """
 
 import pickle
+import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ class Place:
     node_id: str
 
 
-class _Actor:
+class RolloutWorker:
     """Answers with dataclasses rather than raises: what Ray makes of an exception is neither the package's own type nor
     sure to be readable."""
 
@@ -131,55 +132,56 @@ class RemoteHost:
         if config.num_threads is not None:
             env.setdefault("OMP_NUM_THREADS", str(config.num_threads))
         remote: Any = ray.remote  # its stubs do not know of concurrency groups
-        kind = remote(concurrency_groups=THREADS, max_restarts=0, max_task_retries=0)(_Actor)
+        kind = remote(concurrency_groups=THREADS, max_restarts=0, max_task_retries=0)(RolloutWorker)
         actor = kind.options(
             num_cpus=config.num_cpus,
             num_gpus=config.num_gpus,
             scheduling_strategy=config.scheduling,
             runtime_env={"env_vars": env} if env else {},
+            name=f"rollsync-{worker_id}.{incarnation}-{secrets.token_hex(3)}",  # no two of a cluster may be called the same
         ).remote(worker_id, config, incarnation, serve_from_version)
         deadline = time.monotonic() + config.start_timeout_s
         try:
             with asking(name, "start", config.start_timeout_s):
                 place = ray.get(actor.place.remote(), timeout=config.start_timeout_s)
             host = cls(actor, name, place)
-            answer = host.ask("open", limit_s=max(deadline - time.monotonic(), 0.1))
+            answer = opened(host.ask("open", limit_s=max(deadline - time.monotonic(), 0.1)))
         except BaseException:
             ray.kill(actor)
             raise
         return host, answer.report
 
-    def ask(self, question: str, *args: Any, limit_s: float) -> Answer:
-        """Asks and waits. Raises what the host raises; WorkerDiedError; WorkerUnreachableError after `limit_s`."""
+    def ask(self, question: str, *args: Any, limit_s: float) -> Answer | Failure:
+        """Asks and waits. Raises WorkerDiedError, and WorkerUnreachableError after `limit_s`."""
         with asking(self.name, question, limit_s):
-            reply = ray.get(self.send(question, *args), timeout=limit_s)
-        return _opened(reply)
+            reply: Answer | Failure = ray.get(self.send(question, *args), timeout=limit_s)
+        return reply
 
     def send(self, question: str, *args: Any) -> Any:
         """Asks; the ObjectRef has the reply, for `wait` or `ask_later`."""
         check_running(self.name, question)
         return self._actor.ask.options(concurrency_group=GROUPS[question]).remote(question, *args)
 
-    def wait(self, question: str, ref: Any, limit_s: float) -> Answer | None:
+    def wait(self, question: str, ref: Any, limit_s: float) -> Answer | Failure | None:
         """The answer to what was sent, None if it has not come within `limit_s`. Raises as `ask` otherwise."""
         check_running(self.name, question)
         with asking(self.name, question, limit_s):
             try:
-                reply = ray.get(ref, timeout=limit_s)
+                reply: Answer | Failure = ray.get(ref, timeout=limit_s)
             except GetTimeoutError:
                 return None
-        return _opened(reply)
+        return reply
 
-    def ask_later(self, question: str, *args: Any, on_answer: Callable[[Callable[[], Answer]], None]) -> None:
+    def ask_later(self, question: str, *args: Any, on_answer: Callable[[Callable[[], Answer | Failure]], None]) -> None:
         """Asks and returns. `on_answer` is called, on a thread of Ray's that must not be kept, with a function that
         returns the answer or raises, as `ask` does."""
         future: Future[Any] = self.send(question, *args).future()
         future.add_done_callback(lambda done: on_answer(partial(self._answer_of, question, done)))
 
-    def _answer_of(self, question: str, done: "Future[Any]") -> Answer:
+    def _answer_of(self, question: str, done: "Future[Any]") -> Answer | Failure:
         with asking(self.name, question, 0):
-            reply = done.result()
-        return _opened(reply)
+            reply: Answer | Failure = done.result()
+        return reply
 
     def is_local(self) -> bool:
         """Whether its process is on the node of this one."""
@@ -245,7 +247,8 @@ def translated(error: RayError, name: str, phase: str, limit_s: float) -> Rollou
     return RolloutError(f"{phase} of worker {name} failed in Ray: {_last_line(error)}")
 
 
-def _opened(reply: Answer | Failure) -> Answer:
+def opened(reply: Answer | Failure) -> Answer:
+    """The answer, or what the worker raised."""
     if isinstance(reply, Failure):
         raise reply.error
     return reply

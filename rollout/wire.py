@@ -95,6 +95,27 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerHealth:
+    """How a worker stands, as far as this handle has heard."""
+
+    worker_id: str
+    state: WorkerState
+    incarnation: int
+    version: int
+    """The engine's, when it was last heard of."""
+    serve_from_version: int
+    """It takes no request below it."""
+    pid: int
+    node_id: str
+    engine: EngineStats | None
+    """None: not heard yet."""
+    heartbeat_age_s: float
+    """Since it was last heard of."""
+    reason: str | None
+    """Why it is DEAD."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parcel:
     """An item on its way to a worker."""
 
@@ -150,7 +171,7 @@ def to_parcel(position: int, item: WorkItem) -> Parcel:
             attempt=item.attempt,
             size=item.size,
             item=pickle.dumps(replace(item, metadata={}, resume_from=partial), pickle.HIGHEST_PROTOCOL),
-            metadata=pickle.dumps(requests.check_metadata(metadata), pickle.HIGHEST_PROTOCOL),
+            metadata=_readable(requests.check_metadata(metadata)),
         )
     except InvalidRequestError:
         raise
@@ -158,6 +179,13 @@ def to_parcel(position: int, item: WorkItem) -> Parcel:
         raise InvalidRequestError(
             f"request {item.request_id!r} cannot be sent to a worker ({error}); its prompt and metadata must be plain data"
         ) from error
+
+
+def _readable(metadata: Mapping[str, Any]) -> bytes:
+    packed = pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL)
+    if metadata:
+        pickle.loads(packed)  # what cannot be read again would take the results beside it along
+    return packed
 
 
 def from_parcel(parcel: Parcel) -> WorkItem:

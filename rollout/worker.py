@@ -17,9 +17,9 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
@@ -34,10 +34,10 @@ from rollout.errors import (
     WorkerUnreachableError,
 )
 from rollout.incarnation import Incarnation
-from rollout.remote import Answer, RemoteHost
-from rollout.status import EngineStats
+from rollout.joins import JoinCallbacks
+from rollout.remote import Answer, Failure, RemoteHost
 from rollout.types import Rollout
-from rollout.wire import Finished, Refusal, WorkerState, WorkItem, to_parcel, unpack
+from rollout.wire import Finished, Refusal, WorkerHealth, WorkerState, WorkItem, to_parcel, unpack
 from rollout.worker_config import WorkerConfig
 
 __all__ = ["Finished", "Refusal", "WorkItem", "Worker", "WorkerConfig", "WorkerHealth", "WorkerState"]
@@ -49,34 +49,17 @@ R = TypeVar("R")
 
 KILL_TIMEOUT_S = 20.0
 """How long the end of a killed process may take."""
+LARGEST_BATCH = 4096
+LEFTOVERS_S = 2.0
+"""How long `stop` waits for another thread's poll to end."""
 JOIN_S = 5.0
 """How long `stop` waits for each thread of the handle."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerHealth:
-    """How a worker stands, as far as this handle has heard."""
-
-    worker_id: str
-    state: WorkerState
-    incarnation: int
-    version: int
-    """The engine's, when it was last heard of."""
-    serve_from_version: int
-    """It takes no request below it."""
-    pid: int
-    node_id: str
-    engine: EngineStats | None
-    """None: not heard yet."""
-    heartbeat_age_s: float
-    """Since it was last heard of."""
-    reason: str | None
-    """Why it is DEAD."""
 
 
 class Worker:
     """One engine in another process. Methods may be called from several threads. A pickled copy reaches the same
     incarnation from another process, knows of no restart, and ends nothing: `stop` and `restart` are the first handle's.
+    One handle polls.
     """
 
     def __init__(
@@ -93,8 +76,7 @@ class Worker:
         self._life = threading.RLock()  # one restart or stop at a time
         self._polling = threading.Lock()
         self._calls = PendingCalls()
-        self._on_join: list[Callable[[Worker], None]] = []
-        self._joining: list[threading.Thread] = []
+        self._joins = JoinCallbacks(self, worker_id)
         self._begin(incarnation, host)
 
     @classmethod
@@ -151,9 +133,9 @@ class Worker:
             limit_s = timeout_s + self.config.grace_s
             now = self._now
             batch, now.read_up_to = now.ask("poll", now.read_up_to, max_items, left, limit_s=limit_s)
+            return unpack(batch)
         finally:
             self._polling.release()
-        return unpack(batch)
 
     def cancel(self, request_ids: Sequence[str]) -> list[str]:
         """Ends requests: their results (ABORT, with what they had) come by `poll`. A group's request id stands for all its
@@ -179,7 +161,7 @@ class Worker:
             ),
         )
 
-        def on_answer(get: Callable[[], Answer]) -> None:
+        def on_answer(get: Callable[[], Answer | Failure]) -> None:
             self._calls.answer(future, lambda: now.heard(get))
 
         try:
@@ -245,10 +227,10 @@ class Worker:
         there it may publish to the worker and wait for that. An error it raises is logged; the worker then stays STALE."""
         with self._changed:
             self._now.watch()
-            self._on_join.append(callback)
+            self._joins.add(callback)
             is_stale = self._state() == WorkerState.STALE
         if is_stale:
-            self._join([callback])
+            self._joins.tell(callback)
 
     # -------------------------------------------------------------------------------------------------- life cycle
 
@@ -257,7 +239,7 @@ class Worker:
         is lost (see `snapshot`). It serves from the newest version that this handle has heard of or requires, or from
         `serve_from_version` if that is newer. Returns once its engine runs; the `on_join` callbacks are then called."""
         self._check_owner("restart")
-        with self._life:
+        with self._alone("restart", self.config.start_timeout_s):
             with self._changed:
                 old = self._now
                 if self._is_stopped:
@@ -273,13 +255,16 @@ class Worker:
                 with self._changed:
                     self._begin(old.number + 1, host)
                 self._now.hear(report)
+            except BaseException as error:
+                old.death = f"its restart failed: {error}"
+                raise
             finally:
                 with self._changed:
                     self._is_restarting = False
                     self._changed.notify_all()
             old.join(JOIN_S)
             self._now.watch()
-            self._join(list(self._on_join))
+            self._joins.tell()
 
     def stop(self, timeout_s: float = 30.0) -> list[Finished]:
         """Ends the engine and the process, and the handle's threads. Returns the results nobody has read, those of requests
@@ -288,15 +273,18 @@ class Worker:
         self._check_owner("stop")
         deadline = time.monotonic() + requests.check_limit(timeout_s)
         left: list[Finished] = []
-        with self._life:
+        with self._alone("stop", timeout_s):
             if self._is_stopped:
                 return left
             now = self._now
             if self._state() not in (WorkerState.DEAD, WorkerState.SUSPECT):
                 try:
-                    left = unpack(now.ask("close", now.read_up_to, timeout_s / 4, limit_s=timeout_s / 2))
+                    now.ask("close", timeout_s / 4, limit_s=timeout_s / 2)
                 except RolloutError as error:
                     log.warning("worker %s does not end by itself: %s", now.host.name, error)
+                with suppress(RolloutError):  # it does not answer, and is ended all the same
+                    while more := self.poll(LARGEST_BATCH, LEFTOVERS_S):
+                        left += more
             self._is_stopped = True
             now.end("it was stopped")
             try:
@@ -305,9 +293,7 @@ class Worker:
                 self._calls.fail_all(WorkerDiedError(f"worker {now.host.name} was stopped during a call"))
                 self._calls.stop(JOIN_S)
                 now.join(JOIN_S)
-                for thread in self._joining:
-                    if thread is not threading.current_thread():
-                        thread.join(JOIN_S)
+                self._joins.join(JOIN_S)
         return left
 
     def abandon(self) -> None:
@@ -349,6 +335,17 @@ class Worker:
     def _ask(self, question: str, *args: Any, limit_s: float) -> Any:
         return self._now.ask(question, *args, limit_s=limit_s)
 
+    @contextmanager
+    def _alone(self, what: str, timeout_s: float) -> Iterator[None]:
+        if not self._life.acquire(timeout=timeout_s):
+            raise WorkerUnreachableError(
+                f"{what}() of worker {self.worker_id} waited {timeout_s:g} s for another restart or stop of it"
+            )
+        try:
+            yield
+        finally:
+            self._life.release()
+
     def _state(self) -> WorkerState:
         with self._changed:
             return WorkerState.RESTARTING if self._is_restarting else self._now.state(self._serve_from)
@@ -358,18 +355,6 @@ class Worker:
             raise RolloutError(
                 f"{what}() of worker {self.worker_id} belongs to the handle that started it, this is a copy"
             )
-
-    def _join(self, callbacks: "list[Callable[[Worker], None]]") -> None:
-        def call_all() -> None:
-            for callback in callbacks:
-                try:
-                    callback(self)
-                except Exception:  # somebody else's function; the worker stays STALE and says so
-                    log.exception("on_join callback %r of worker %s raised", callback, self.worker_id)
-
-        thread = threading.Thread(target=call_all, name=f"rollsync-join-{self.worker_id}", daemon=True)
-        self._joining = [*(other for other in self._joining if other.is_alive()), thread]
-        thread.start()
 
 
 def _raise(error: RolloutError) -> NoReturn:

@@ -62,16 +62,14 @@ class WorkerHost:
         self._engine.start()
         self._keeper.start()
 
-    def close(self, read_up_to: int, timeout_s: float) -> Batch:
-        """Stops the engine. What was in flight ends with what it had (ABORT); returns all results not read yet."""
+    def close(self, timeout_s: float) -> None:
+        """Stops the engine. What was in flight ends with what it had (ABORT). Results can still be polled, and no poll
+        waits any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._engine.stop(timeout_s)
         self._keeper.join(timeout_s)
-        with self._changed:
-            self._forget(read_up_to)
-            return pack([result.kept for result in self._results])
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -86,6 +84,10 @@ class WorkerHost:
                 self._take(parcel)
             except RolloutError as error:
                 refusals.append(Refusal(position=parcel.position, request_id=parcel.request_id, error=error))
+            except Exception as error:  # what nobody thought of must not stop the items behind it
+                log.exception("worker %s could not take request %s", self._worker_id, parcel.request_id)
+                unforeseen = RolloutError(f"{type(error).__name__}: {error}")
+                refusals.append(Refusal(position=parcel.position, request_id=parcel.request_id, error=unforeseen))
         return refusals
 
     def cancel(self, request_ids: Sequence[str]) -> list[str]:

@@ -8,13 +8,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 import worker_jobs
 from fakes import greedy_reference, tiny_llama, wait_until
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout import (
     EngineConfig,
@@ -209,12 +212,6 @@ def test_a_copy_of_the_handle_reaches_the_worker_and_cannot_end_it(shared: Worke
     assert shared.health().state == WorkerState.HEALTHY
 
 
-def test_a_model_that_cannot_be_hosted_is_refused_at_start_in_the_packages_own_words(local_ray: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        Worker.start("w", config(model=worker_jobs.failing_model))
-    assert str(caught.value) == "this model needs 3 heads, got 4"
-
-
 # ------------------------------------------------------------------------------------------------- silence and death
 
 
@@ -292,18 +289,38 @@ def test_a_worker_that_is_stale_when_somebody_registers_is_told_at_once(victim: 
     assert told.result(20) is victim
 
 
+def test_a_model_that_cannot_be_hosted_is_refused_in_the_packages_own_words_and_a_failed_restart_leaves_it_dead(
+    victim: Worker,
+) -> None:
+    good = victim.config
+    victim.config = replace(good, model="worker_jobs:failing_model")
+    with pytest.raises(InvalidRequestError) as caught:
+        victim.restart()
+    victim.config = good
+    assert str(caught.value) == "this model needs 3 heads, got 4"
+    health = victim.health()
+    assert (health.state, health.reason) == (WorkerState.DEAD, "its restart failed: this model needs 3 heads, got 4")
+
+
 # ------------------------------------------------------------------------------------------------------------ ending
+
+
+def test_a_worker_that_finds_no_room_is_an_error_within_its_limit(local_ray: str) -> None:
+    with pytest.raises(WorkerUnreachableError, match=r"big \(incarnation 0\) did not answer start within 0.5 s"):
+        Worker.start("big", config(num_cpus=1000, start_timeout_s=0.5))
 
 
 def test_stop_hands_over_what_is_left_and_leaves_no_process_and_no_thread(local_ray: str) -> None:
     threads = set(threading.enumerate())
-    worker = Worker.start("brief", config(model=tiny_llama))
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    worker = Worker.start("brief", config(model=tiny_llama, scheduling=here, env={"ROLLSYNC_TEST": "given"}))
+    assert worker.call(worker_jobs.environment, "ROLLSYNC_TEST").result(20) == "given"
     worker.call(worker_jobs.slow_down).result(20)
     worker.submit([item("short", tokens=1), item("long", tokens=400)])
     wait_until(lambda: (stats := worker.health().engine) is not None and stats.finished == 1)
     pid = worker.health().pid
     left = {finished.rollout.rollout_id: finished.rollout.finish_reason for finished in worker.stop()}
-    assert left == {"short": FinishReason.LENGTH, "long": FinishReason.ABORT}
+    assert left == {"short": FinishReason.LENGTH, "long": FinishReason.ABORT}, "each once"
     assert not psutil.pid_exists(pid)
     assert {thread.name for thread in set(threading.enumerate()) - threads} == set()
     assert worker.stop() == []

@@ -45,7 +45,7 @@ def opened(settings: WorkerConfig, *, serve_from_version: int = 0) -> WorkerHost
 def host() -> Iterator[WorkerHost]:
     host = opened(config(max_outstanding=8))
     yield host
-    host.close(0, 20)
+    host.close(20)
 
 
 def item(name: str, prompt: Any = (5, 6, 7), *, tokens: int = 4, **fields: Any) -> WorkItem:
@@ -160,9 +160,17 @@ def test_metadata_is_never_read_in_the_worker(host: WorkerHost) -> None:
     assert unpack(batch)[0].rollout.metadata == {"what": "read by its owner"}
 
 
-def test_what_cannot_be_sent_is_refused_with_its_name() -> None:
+class Unreadable:
+    """Can be pickled, but not read again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), Unreadable()])
+def test_what_cannot_be_sent_or_read_again_is_refused_with_its_name(value: Any) -> None:
     with pytest.raises(InvalidRequestError, match="'a' cannot be sent"):
-        to_parcel(0, item("a", metadata={"lock": threading.Lock()}))
+        to_parcel(0, item("a", metadata={"value": value}))
 
 
 def test_a_partial_rollout_goes_on_in_the_worker(host: WorkerHost) -> None:
@@ -174,13 +182,14 @@ def test_a_partial_rollout_goes_on_in_the_worker(host: WorkerHost) -> None:
     assert (resumed.attempt, resumed.metadata) == (1, {"k": 1})
 
 
-def test_close_returns_what_was_in_flight_and_what_was_not_read() -> None:
+def test_close_leaves_what_was_in_flight_and_what_was_not_read_to_be_polled() -> None:
     host = opened(config())
     host.call(worker_jobs.slow_down, (), {}, 20)
     submit(host, item("read", tokens=1), item("short", tokens=1), item("long", tokens=300))
     _, last = read(host, 1)
     read(host, 1, last)
-    left = {f.rollout.rollout_id: f.rollout.finish_reason for f in unpack(host.close(last, 20))}
+    host.close(20)
+    left = {f.rollout.rollout_id: f.rollout.finish_reason for f in unpack(host.poll(last, 8, 500)[0])}
     assert left == {"short": FinishReason.LENGTH, "long": FinishReason.ABORT}
     assert [type(r.error) for r in submit(host, item("late"))] == [WorkerDiedError]
     assert not any(thread.name == "rollsync-keeper" for thread in threading.enumerate())
@@ -203,7 +212,7 @@ def test_a_stale_worker_serves_nothing_until_an_update_brings_it_to_its_version(
     host.require_version(8)
     host.require_version(2)
     assert host.report().state == WorkerState.STALE
-    host.close(0, 20)
+    host.close(20)
 
 
 def test_a_fenced_engine_makes_the_worker_stale_until_an_update_succeeds(host: WorkerHost) -> None:
@@ -275,7 +284,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
         last = read(host, 1, last)[1]
     wait_until(lambda: host.report().state == WorkerState.DEAD)
     assert [type(r.error) for r in submit(host, item("late"))] == [EngineDeadError]
-    host.close(last, 20)
+    host.close(20)
 
 
 # ------------------------------------------------------------------------------------------------------- settings

@@ -1,5 +1,6 @@
 """What worker tests run inside workers: models, and functions for `Worker.call`. Workers import this module."""
 
+import os
 import threading
 import time
 from typing import Any
@@ -35,6 +36,10 @@ def failing_model() -> PreTrainedModel:
 
 def version_of(engine: GenerationEngine) -> int:
     return engine.version
+
+
+def environment(engine: GenerationEngine, name: str) -> str | None:
+    return os.environ.get(name)
 
 
 def publish(engine: GenerationEngine, version: int) -> UpdateRecord | None:
