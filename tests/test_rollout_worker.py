@@ -292,7 +292,8 @@ def test_a_worker_that_is_stale_when_somebody_registers_is_told_at_once(victim: 
 def test_a_model_that_cannot_be_hosted_is_refused_in_the_packages_own_words_and_a_failed_restart_leaves_it_dead(
     victim: Worker,
 ) -> None:
-    good = victim.config
+    old, good = victim.health().pid, victim.config
+    send(victim, signal.SIGSTOP)  # which does not keep it from being ended
     victim.config = replace(good, model="worker_jobs:failing_model")
     with pytest.raises(InvalidRequestError) as caught:
         victim.restart()
@@ -300,6 +301,7 @@ def test_a_model_that_cannot_be_hosted_is_refused_in_the_packages_own_words_and_
     assert str(caught.value) == "this model needs 3 heads, got 4"
     health = victim.health()
     assert (health.state, health.reason) == (WorkerState.DEAD, "its restart failed: this model needs 3 heads, got 4")
+    assert not psutil.pid_exists(old)
 
 
 # ------------------------------------------------------------------------------------------------------------ ending

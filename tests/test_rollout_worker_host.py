@@ -5,9 +5,11 @@ import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import worker_jobs
 from fakes import greedy_reference, tiny_llama, wait_until
 
@@ -17,14 +19,16 @@ from rollout import (
     EngineFencedError,
     FinishReason,
     InvalidRequestError,
+    Rollout,
     RolloutError,
     SamplingParams,
+    VersionSpan,
     WorkerBusyError,
     WorkerDiedError,
     WorkerStaleError,
     WorkerUnreachableError,
 )
-from rollout.wire import Finished, Refusal, WorkerState, WorkItem, to_parcel, unpack
+from rollout.wire import Finished, Kept, Refusal, WorkerState, WorkItem, pack, to_parcel, unpack
 from rollout.worker_config import WorkerConfig
 from rollout.worker_host import WorkerHost
 
@@ -115,6 +119,9 @@ def test_what_is_held_is_bounded_and_reading_makes_room(host: WorkerHost) -> Non
     results, last = read(host, 8)
     assert {f.rollout.rollout_id for f in results} == {*(f"group-{n}" for n in range(6)), "r0", "r1"}
     assert submit(host, item("late"), read_up_to=last) == []
+    assert len(submit(host, *(item(f"bad{n}", []) for n in range(20)), read_up_to=last)) == 20, (
+        "refused ones hold nothing"
+    )
     # a name whose results have been read may be used again
     assert submit(host, item("r0"), read_up_to=last) == []
 
@@ -191,6 +198,8 @@ def test_close_leaves_what_was_in_flight_and_what_was_not_read_to_be_polled() ->
     host.close(20)
     left = {f.rollout.rollout_id: f.rollout.finish_reason for f in unpack(host.poll(last, 8, 500)[0])}
     assert left == {"short": FinishReason.LENGTH, "long": FinishReason.ABORT}
+    with ThreadPoolExecutor(1) as pool:
+        assert unpack(pool.submit(host.poll, last + 2, 8, 500.0).result(20)[0]) == [], "it waits for what cannot come"
     assert [type(r.error) for r in submit(host, item("late"))] == [WorkerDiedError]
     assert not any(thread.name == "rollsync-keeper" for thread in threading.enumerate())
 
@@ -275,6 +284,18 @@ def test_an_engine_without_requests_is_brought_back_too(host: WorkerHost) -> Non
     wait_until(lambda: host.report().state == WorkerState.HEALTHY)
 
 
+def test_deaths_count_only_in_a_row() -> None:
+    host = opened(config(max_engine_restarts=1))
+    last = 0
+    for number in range(3):
+        host.call(worker_jobs.kill_loop, (), {}, 20)
+        for name in (f"dies{number}", f"ends-well{number}"):
+            assert submit(host, item(name), read_up_to=last) == []
+            last = read(host, 1, last)[1]
+    assert host.report().state == WorkerState.HEALTHY
+    host.close(20)
+
+
 def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
     host = opened(config(max_engine_restarts=1))
     last = 0
@@ -285,6 +306,36 @@ def test_an_engine_that_dies_again_and_again_is_given_up() -> None:
     wait_until(lambda: host.report().state == WorkerState.DEAD)
     assert [type(r.error) for r in submit(host, item("late"))] == [EngineDeadError]
     host.close(20)
+
+
+# ------------------------------------------------------------------------------------------------------- the wire
+
+
+def test_results_come_back_as_they_were_with_float32_logprobs() -> None:
+    logprobs = [float(value) for value in torch.randn(5).neg_().tolist()]
+    common: dict[str, Any] = {"prefill_version": 2**40, "finish_reason": FinishReason.LENGTH, "metadata": {}}
+    rollouts = [
+        Rollout(
+            rollout_id="spans",
+            prompt_ids=[2**31 - 1, 0],
+            token_ids=[1, 2, 3, 4, 5],
+            logprobs=logprobs,
+            loss_mask=[1, 1, 0, 1, 0],
+            version_spans=[VersionSpan(0, 3), VersionSpan(2, 2**40)],
+            **common,
+        ),
+        Rollout(
+            rollout_id="empty", prompt_ids=[7], token_ids=[], logprobs=[], loss_mask=[], version_spans=[], error="e", **common
+        ),
+        Rollout(
+            rollout_id="last", prompt_ids=[8], token_ids=[9], logprobs=logprobs[:1], loss_mask=[1], version_spans=[VersionSpan(0, 0)], **common
+        ),
+    ]  # fmt: skip
+    results = [Finished(rollout=rollout, attempt=number, incarnation=4) for number, rollout in enumerate(rollouts)]
+    packed = pack([Kept(finished=finished, metadata=pickle.dumps({"of": n})) for n, finished in enumerate(results)])
+    expected = [replace(f, rollout=replace(f.rollout, metadata={"of": n})) for n, f in enumerate(results)]
+    assert unpack(pickle.loads(pickle.dumps(packed))) == expected
+    assert unpack(pack([])) == []
 
 
 # ------------------------------------------------------------------------------------------------------- settings
