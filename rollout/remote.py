@@ -207,7 +207,7 @@ class RemoteHost:
             try:
                 process.wait(min(timeout_s / 2, RAY_KILLS_S))
             except psutil.TimeoutExpired:
-                process.kill()  # a stopped process does not hear Ray
+                process.kill()  # Ray asks a stopped process, which does not hear, before it ends it
                 process.wait(timeout_s / 2)
         except psutil.NoSuchProcess:
             return

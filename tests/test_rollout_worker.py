@@ -123,14 +123,16 @@ def test_a_batch_runs_but_for_the_items_that_cannot_work(shared: Worker) -> None
         assert (sample.sample_index, sample.group_id, sample.attempt) == (number, "group", 2)
 
 
-def test_a_poll_that_waits_wakes_with_the_first_result_and_a_call_is_not_behind_it(shared: Worker) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        poll = pool.submit(shared.poll, 8, 500.0)
+def test_polls_that_wait_wake_with_the_first_result_and_a_call_is_not_behind_them(shared: Worker) -> None:
+    copy: Worker = pickle.loads(pickle.dumps(shared))  # so that as many polls wait as there are threads for polls
+    with ThreadPoolExecutor(2) as pool:
+        polls = [pool.submit(handle.poll, 8, 500.0) for handle in (shared, copy)]
         assert shared.call(worker_jobs.version_of).result(20) == 0
         assert shared.snapshot() == []
-        assert not poll.done()
+        assert not any(poll.done() for poll in polls)
         assert shared.submit([item("a")]) == []
-        assert [f.rollout.rollout_id for f in poll.result(20)] == ["a"]
+        for poll in polls:
+            assert [f.rollout.rollout_id for f in poll.result(20)] == ["a"]
 
 
 def test_a_poll_without_results_is_empty_at_its_limit(shared: Worker) -> None:
