@@ -63,20 +63,24 @@ def exports_of(
     adapters by the name of the base that they change, without the wrappers in it.
 
     Tied tensors are offered once, unless an adapter on one of them unties them: then each under its own name. Raises
-    SyncError for quantised parameters.
+    SyncError for quantised parameters, and for an adapter whose base is not in `held`.
     """
     merges = merges or {}
+    unused = set(merges)
     exports: list[Export] = []
     for group in held:
         seen: set[Any] = set()
         for name in group.names:
             canonical = names[name]
             merge = merges.get(without_inner_wrappers(name))
+            unused.discard(without_inner_wrappers(name))
             key = None if merge is None else _memory_of(merge)
             if canonical is not None and key not in seen:
                 seen.add(key)
                 _check_not_quantised(canonical, group.tensor)
                 exports.append(Export(name=canonical, base=group.tensor, merge=merge))
+    if unused:
+        raise SyncError(f"the adapter on {min(unused)} would be lost, since its base is not among the tensors at hand")
     return exports
 
 

@@ -65,7 +65,7 @@ def merged_exports(module: nn.Module, adapter: str | None = None) -> list[Export
     """Everything that `module` offers to an engine, with or without adapters in it. Raises as MergedLora does."""
     held = held_tensors(module)
     names = canonical_names((name for group in held for name in group.names), adapters=adapters_in_use(module, adapter))
-    return exports_of(held, names, merges_of(module, adapter))
+    return exports_of(held, names, merges_of(tuner_modules(module), adapter))
 
 
 def tuner_modules(module: nn.Module) -> Mapping[str, Any]:
@@ -99,11 +99,11 @@ def adapters_in_use(module: nn.Module, adapter: str | None = None) -> set[str] |
     return {name for tuner in tuners.values() for name in tuner.active_adapters}
 
 
-def merges_of(module: nn.Module, adapter: str | None = None) -> Mapping[str, Merge]:
-    """How each base tensor with an adapter is merged, by its name without the wrappers inside it. Raises SyncError for
-    what cannot be merged right."""
+def merges_of(tuners: Mapping[str, Any], adapter: str | None = None) -> Mapping[str, Merge]:
+    """How each base tensor with an adapter is merged, by its name without the wrappers inside it, for some or all of
+    `tuner_modules`. Raises SyncError for what cannot be merged right."""
     merges: dict[str, Merge] = {}
-    for name, tuner in tuner_modules(module).items():
+    for name, tuner in tuners.items():
         layer = _lora_layer(name, tuner)
         used = [] if layer is None else _to_merge(name, layer, adapter)
         if layer is not None and used:

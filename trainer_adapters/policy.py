@@ -1,71 +1,92 @@
 """The weights of a model in training, as a source for `WeightSync.publish`."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sync import TensorSpec
-from sync.manifest import held_tensors
 from trainer_adapters.errors import AdapterError
+from trainer_adapters.fsdp1 import UnitReader
+from trainer_adapters.gather import Gather, PartitionReader, Reader, TensorReader, is_partitioned
+
+
+class Unwraps(Protocol):
+    """The part of `accelerate.Accelerator` that is needed."""
+
+    def unwrap_model(self, model: nn.Module, *, keep_torch_compile: bool) -> Any: ...
 
 
 class PolicyView:
-    """A WeightSource over a plain or compiled module: each parameter and persistent buffer once, under the module's own
-    names, without the prefix of `torch.compile`. Reads only; the model is never altered.
+    """A WeightSource over a model in training: plain, `torch.compile`d, under DDP, FSDP1, FSDP2 (`fully_shard`) or
+    ZeRO-3, with or without LoRA adapters (see `sync.lora.MergedLora` for those). Each parameter and persistent buffer
+    comes whole, once, under the name that the bare model gives it. Reads only; the model is never altered.
 
-    `dtype` casts floating-point tensors on the way, so that a bf16 engine's staging receives half the bytes.
+    In a run of several ranks every rank makes the view, and takes every tensor of every `tensors()`, also a rank that
+    sends nothing and one whose sending failed: where weights are sharded, each bucket is a collective. Not inside a
+    forward or backward, and no rank may run one beside it.
 
-    Models whose parameters are wrapped, sharded or composed elsewhere (DDP, FSDP, PEFT, DeepSpeed) are refused with
-    AdapterError: their tensors are not the weights that an engine runs on.
+    Extra memory: at most two buckets, the one in hand and the one being gathered. A tensor larger than `bucket_bytes`
+    (and, under FSDP1, a unit) is a bucket of its own. Plain tensors that need no cast are handed out as they are.
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        accelerator: Unwraps | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        adapter: str | None = None,
+        bucket_bytes: int = 256 << 20,
+        gather: Gather | None = None,
+    ) -> None:
+        """`accelerator` takes off what it put around the model. `dtype` casts floating-point tensors on the way, so that
+        a bf16 engine's staging receives half the bytes. `adapter` names a LoRA adapter that counts instead of the active
+        ones. `gather` is for ZeRO-3; None: `deepspeed.zero.GatheredParameters`.
+
+        Raises AdapterError for a setting that cannot work, and ManifestError or SyncError for a model that cannot be
+        published: quantised, with adapters that cannot be merged, or with a wrapper that is not known.
+        """
         if dtype is not None and not dtype.is_floating_point:
             raise AdapterError(f"dtype must be a floating-point type or None, got {dtype}")
-        _refuse_wrapped(model)
-        self._model = model
+        if bucket_bytes < 1:
+            raise AdapterError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        self._reader = _reader_of(model, accelerator, adapter, gather)
         self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self.specs()  # a model that cannot be published is refused here, and not after the first step
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        return {
-            name: TensorSpec(shape=tuple(tensor.shape), dtype=self._dtype_of(tensor))
-            for name, tensor in self._named_tensors()
-        }
+        return {name: self._as_sent(spec) for name, spec in self._reader.specs().items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._named_tensors():
-            yield name, tensor.detach().to(self._dtype_of(tensor))
+        for bucket in self._reader.buckets(self._dtype, self._bucket_bytes):
+            bucket.reverse()
+            while bucket:  # emptied while it is handed out, so that a third bucket never exists
+                yield bucket.pop()
 
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        # Read anew each time: a trainer may have replaced a parameter since.
-        for held in held_tensors(self._model):
-            yield _without_compile_prefix(held.names[0]), held.tensor
-
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        return tensor.dtype if self._dtype is None or not tensor.is_floating_point() else self._dtype
-
-
-def _without_compile_prefix(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    def _as_sent(self, spec: TensorSpec) -> TensorSpec:
+        if self._dtype is None or not spec.dtype.is_floating_point:
+            return spec
+        return TensorSpec(shape=spec.shape, dtype=self._dtype)
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    wrappers = (DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
-    for module in model.modules():
-        # PEFT and DeepSpeed are optional, so their classes are known by the package that defines them.
-        packages = {base.__module__.partition(".")[0] for base in type(module).__mro__}
-        if isinstance(module, wrappers) or packages & {"peft", "deepspeed"}:
-            raise AdapterError(
-                f"PolicyView reads plain modules only, got a {type(module).__name__}; pass the module inside it if "
-                "that holds whole weights (ddp.module), or publish whole tensors under the engine's names as a dict"
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise AdapterError(
-                f"PolicyView reads whole tensors only, {name} is sharded (DTensor); publish an iterable of "
-                "(name, parameter.full_tensor()) instead"
-            )
+def _reader_of(model: nn.Module, accelerator: Unwraps | None, adapter: str | None, gather: Gather | None) -> Reader:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return UnitReader(model, adapter)  # not unwrapped: the outermost instance shards weights too
+    if accelerator is not None:
+        model = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if any(is_partitioned(parameter) for parameter in model.parameters()):
+        return PartitionReader(model, adapter, gather if gather is not None else _gather_by_deepspeed)
+    return TensorReader(model, adapter)
+
+
+def _gather_by_deepspeed(parameters: Any) -> AbstractContextManager[object]:
+    # Not accelerate's wrapper of it, which gathers nothing where the model was not built under ZeRO-3's own init.
+    import deepspeed
+
+    gathered: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=None)
+    return gathered
