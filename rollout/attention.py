@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -156,13 +156,6 @@ def paged_attention(
 
 AttentionInterface.register(NAME, paged_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def supports(model: PreTrainedModel) -> bool:
-    """Whether `model`'s attention is what this file computes: scaled dot products through the attention interface,
-    with or without capped logits (Gemma 2), without sinks (gpt-oss, which says that it does not support sdpa)."""
-    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return bool(model._supports_sdpa) or capped
 
 
 def _attend_ragged(

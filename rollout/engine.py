@@ -97,7 +97,7 @@ class GenerationEngine:
         self._control = ControlThread()
         self._num_blocks = upstream_config.num_blocks
         self._manager = self._make_manager(upstream_config, paged)
-        self._tracker.runner = _Runner(self._manager)
+        self._tracker.runner = self._manager
         self._limits = self._manager.limits
         self._updater = Updater(
             model=self._model,
@@ -188,7 +188,7 @@ class GenerationEngine:
             # sized once: what was accepted before must fit again, however much memory is left now
             config.num_blocks = self._num_blocks
             self._manager = self._updater.manager = self._make_manager(config, paged)
-            self._tracker.runner = _Runner(self._manager)
+            self._tracker.runner = self._manager
             if self._reason is not None:
                 self._manager.hold()
             self._manager.launch()
@@ -634,31 +634,6 @@ class _Owner:
 
     def stopping(self, *, again: bool, abort: bool) -> None:
         self.on_stop(again, abort)
-
-
-class _Runner:
-    """The manager, as the tracker sees it."""
-
-    def __init__(self, manager: RolloutManager) -> None:
-        self._manager = manager
-
-    def start_group(self, group: Sequence[InFlight]) -> None:
-        first = group[0]
-        assert first.key is not None
-        self._manager.add(
-            first.key,
-            first.prompt_ids,
-            max_new_tokens=first.max_new_tokens,
-            stop_ids=first.stop_ids,
-            rows=[request.row for request in group],
-            stop=first.stop,
-            token_ids=first.token_ids_before,
-            logprobs=first.logprobs_before,
-            streaming=first.stream is not None,
-        )
-
-    def cancel_request(self, key: str) -> None:
-        self._manager.cancel(key)
 
 
 _running: "weakref.WeakSet[GenerationEngine]" = weakref.WeakSet()

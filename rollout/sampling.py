@@ -5,9 +5,8 @@ Inverse-CDF sampling needs a single uniform number a token. With a seed that num
 comes from the engine's own generator. The process-wide random state is never touched.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +25,6 @@ class SamplingRow:
     top_p: float = 1.0
     seed: int | None = None
     sample_index: int = 0
-
-    @classmethod
-    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> "SamplingRow":
-        """From upstream's per-request keyword arguments; unknown names raise TypeError."""
-        return cls(**kwargs)
 
 
 def keyed_uniform(seed: int, sample_index: int, position: int) -> float:

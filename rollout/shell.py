@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rollout.errors import InvalidRequestError
 from rollout.kernels import kernels
 from rollout.linear import adopt_linear_layers
+from rollout.manager.models import is_tensor_parallel
 from rollout.norms import adopt_norms
 
 
@@ -124,7 +125,7 @@ def _check_hostable(model: PreTrainedModel) -> None:
         raise InvalidRequestError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are hosted")
     if not model.can_generate():
         raise InvalidRequestError(f"{type(model).__name__} has no language-model head; use its ForCausalLM class")
-    if getattr(model, "_device_mesh", None) is not None:
+    if is_tensor_parallel(model):
         raise InvalidRequestError("tensor-parallel models are not supported; load the model on one device")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":

@@ -10,9 +10,9 @@ import psutil
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
-from rollout import attention
 from rollout.config import EngineConfig
 from rollout.errors import InvalidRequestError
+from rollout.manager.models import attention_of, supports_sdpa
 
 DEFAULT_PAGE_SIZE = ContinuousBatchingConfig().page_size
 PAGE_SIZE = 32
@@ -58,10 +58,17 @@ def upstream_settings(config: EngineConfig, shell: PreTrainedModel) -> tuple[Con
     upstream.allow_block_sharing = upstream.allow_block_sharing and config.prefix_sharing
     upstream.return_logprobs = True  # a rollout without them cannot be trained on
     # compiled code needs the fixed shapes of upstream's own attention: ours changes with each batch
-    paged = on_cpu and attention.supports(shell) and not _is_compiled(upstream, shell)
-    if paged or shell.config._attn_implementation not in _UPSTREAM_ATTENTION:
-        shell.set_attn_implementation("sdpa" if shell._supports_sdpa else "eager")
+    paged = on_cpu and _has_our_attention(shell) and not _is_compiled(upstream, shell)
+    if paged or attention_of(shell) not in _UPSTREAM_ATTENTION:
+        shell.set_attn_implementation("sdpa" if supports_sdpa(shell) else "eager")
     return upstream, paged
+
+
+def _has_our_attention(model: PreTrainedModel) -> bool:
+    """Whether `model`'s attention is what `rollout.attention` computes: scaled dot products through the attention interface,
+    with or without capped logits (Gemma 2), without sinks (gpt-oss, which says that it does not support sdpa)."""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return supports_sdpa(model) or capped
 
 
 def _check_cpu(upstream: ContinuousBatchingConfig) -> None:

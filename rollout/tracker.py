@@ -32,7 +32,7 @@ class Runner(Protocol):
 
     def start_group(self, group: Sequence[InFlight]) -> None: ...
 
-    def cancel_request(self, key: str) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
 
 
 class RequestTracker:
@@ -131,7 +131,7 @@ class RequestTracker:
                 self._finish(request, self._rollout(request, None, request.ending))
             else:
                 assert self.runner is not None
-                self.runner.cancel_request(request.key)
+                self.runner.cancel(request.key)
             return True
 
     def flip(self, version: int, progress: "Mapping[str, Progress]", *, kv_kept: bool) -> int:
@@ -163,7 +163,7 @@ class RequestTracker:
             assert self.runner is not None
             for request in list(self._in_flight.values()):
                 if request.key is not None:
-                    self.runner.cancel_request(request.key)
+                    self.runner.cancel(request.key)
                 self._remove(request, self._rollout(request, self._of(request, outputs), reason, error))
             self._room.notify_all()
 

@@ -68,7 +68,7 @@ def _row_given(config: GenerationConfig, given: Mapping[str, Any]) -> SamplingRo
     else:
         defaults = {"temperature": 0.0}
     try:
-        return check_row(SamplingRow.from_kwargs({**defaults, **given}))
+        return check_row(SamplingRow(**{**defaults, **given}))
     except TypeError:
         raise InvalidRequestError(
             f"a request has temperature, top_k, top_p, seed and sample_index of its own, got {sorted(given)}"

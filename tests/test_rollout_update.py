@@ -20,7 +20,7 @@ from rollout import (
     PauseTimeoutError,
     SamplingParams,
 )
-from rollout.manager import RolloutThreadStatus
+from rollout.manager.pausing import RolloutThreadStatus
 
 ENDLESS = SamplingParams(max_new_tokens=400, temperature=0, stop_token_ids=())
 SHORT = SamplingParams(max_new_tokens=3, temperature=0, stop_token_ids=())

@@ -916,7 +916,7 @@ def resolved(engine: GenerationEngine) -> ContinuousBatchingConfig:
 @row("page_size")
 def is_the_tokens_of_a_block_and_at_least_four() -> None:
     engine = assert_says_what_generate_says(configured(page_size=8, num_blocks=32))
-    assert engine.manager.num_cache_tokens() == 8 * 32
+    assert engine.manager.batch_processor.cache.num_blocks == 32
     with pytest.raises(InvalidRequestError, match="page_size must be at least 4"):
         GenerationEngine(tiny_llama(), configured(page_size=3))
 
@@ -930,7 +930,7 @@ def is_the_old_name_of_page_size() -> None:
 @row("num_blocks")
 def bounds_the_cache_and_fails_in_the_constructor_when_absurd() -> None:
     engine = assert_says_what_generate_says(configured(num_blocks=12))
-    assert engine.manager.num_cache_tokens() == 12 * 16
+    assert engine.manager.batch_processor.cache.num_blocks == 12
     with pytest.raises(InvalidRequestError, match="num_blocks=1000000000"):
         GenerationEngine(tiny_llama(), configured(num_blocks=10**9))
 
