@@ -30,10 +30,10 @@ from rollout.errors import (
 from rollout.inflight import InFlight
 from rollout.manager import RolloutManager
 from rollout.meters import Meters
-from rollout.sampling import SamplingRow
 from rollout.shell import WeightWatch, build_shell
 from rollout.sizing import upstream_settings
 from rollout.status import EngineState, EngineStats, UpdateRecord
+from rollout.submission import check_submission
 from rollout.tracker import RequestTracker
 from rollout.types import FinishReason, Rollout, SamplingParams
 from rollout.update import Updater
@@ -455,58 +455,32 @@ class GenerationEngine:
         resume_from: Any = None,
         stream: TokenStream | None = None,
     ) -> list[RolloutFuture]:
-        params = requests.check_params(params)
-        ids = requests.check_prompt(prompt_ids, params, self._limits)
-        stop_ids = requests.check_stop_ids(params, self._limits)
-        requests.check_stop_strings(params, self.tokenizer)
-        partial = requests.check_partial(resume_from, ids, params, self._limits)
-        request_id = requests.check_label("request_id", request_id)
-        group_id = requests.check_label("group_id", group_id)
-        prompt_id = requests.check_label("prompt_id", prompt_id)
-        sample_index = requests.check_sample_index(sample_index)
-        metadata = requests.check_metadata(metadata)
+        submission = check_submission(
+            prompt_ids,
+            params,
+            limits=self._limits,
+            tokenizer=self.tokenizer,
+            size=size,
+            request_id=request_id,
+            group_id=group_id,
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            metadata=metadata,
+            is_group=is_group,
+            resume_from=resume_from,
+            stream=stream,
+        )
         timeout_s = requests.check_timeout(timeout_s)
-        if partial is not None:
-            group_id, prompt_id = group_id or partial.group_id, prompt_id or partial.prompt_id
-            sample_index, metadata = sample_index or partial.sample_index, metadata or partial.metadata
-
-        def make(key: str, version: int) -> list[InFlight]:
-            requests.check_not_newer(partial, version)
-            name = request_id if request_id is not None else key
-            return [one(f"{name}-{n}" if is_group else name, name, sample_index + n, version) for n in range(size)]
-
-        def one(name: str, group: str, index: int, version: int) -> InFlight:
-            request = InFlight(
-                request_id=name,
-                prompt_ids=ids,
-                max_new_tokens=params.max_new_tokens,
-                stop_ids=stop_ids,
-                stop=params.stop,
-                row=SamplingRow(
-                    temperature=params.temperature,
-                    top_k=params.top_k,
-                    top_p=params.top_p,
-                    seed=params.seed,
-                    sample_index=index,
-                ),
-                group_id=group_id if group_id is not None or not is_group else group,
-                prompt_id=prompt_id,
-                sample_index=index,
-                metadata=metadata,
-                future=RolloutFuture(name, lambda: self._tracker.end_early(request, FinishReason.ABORT)),
-                version=version,
-                resumed=partial,
-                stream=stream,
-            )
-            return request
-
         group = self._tracker.add(
-            make,
+            lambda key, version: submission.requests(key, version, self._abort),
             lambda: self._check(EngineState.RUNNING),
             may_wait=lambda: self._updater.refuse_inside("submit() of more than max_waiting"),
             timeout_s=timeout_s,
         )
         return [request.future for request in group]
+
+    def _abort(self, request: InFlight) -> bool:
+        return self._tracker.end_early(request, FinishReason.ABORT)
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
