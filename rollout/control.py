@@ -30,11 +30,15 @@ class ControlThread:
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         """Queues `function`; the future has its result. EngineStateError after `stop`."""
         future: Future[Any] = Future()
+        self.submit_to(future, function)
+        return future
+
+    def submit_to(self, future: Future[Any], function: Callable[[], Any]) -> None:
+        """Like `submit`, for a caller that must hold the future whenever an interrupt strikes."""
         with self._lock:
             if self._closed:
                 raise EngineStateError("the engine is stopped; make a new one")
             self._queue.put((future, function))
-        return future
 
     def is_current(self) -> bool:
         """Whether the caller is on this thread."""

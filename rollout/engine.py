@@ -275,7 +275,11 @@ class GenerationEngine:
     ) -> list[RolloutFuture]:
         """Queues `size` samples of one prompt, which is prefilled once. Like `submit`, except that the requests are named
         `request_id-0`, `request_id-1` and so on, their sample indices count up from `sample_index`, and their group_id, if
-        none is given, is `request_id` or made up. Each can be cancelled alone."""
+        none is given, is `request_id` or made up. Each can be cancelled alone.
+
+        Requests start in the order in which they came: a group waits until all of it can run at once (one of more than
+        `max_requests` samples: until nothing else runs), and what came after it waits behind it, so that no number of
+        single requests keeps it from starting."""
         return self._submit(
             prompt_ids,
             params,
@@ -372,13 +376,16 @@ class GenerationEngine:
 
         if self._control.is_current():
             return take()
-        snapshot: Future[list[Rollout]] = self._control.submit(take)
+        snapshot: Future[list[Rollout]] = Future()
         try:
+            self._control.submit_to(snapshot, take)
             return snapshot.result(2 * SNAPSHOT_TIMEOUT_S)
         except TimeoutError:
             raise PauseTimeoutError(
                 f"the snapshot was not taken within {2 * SNAPSHOT_TIMEOUT_S:g} s: an update or call is in progress"
             ) from None
+        finally:
+            snapshot.cancel()  # one that nobody waits for any more is not to be paused for
 
     @property
     def version(self) -> int:

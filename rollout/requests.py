@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.errors import InvalidRequestError
 from rollout.types import FinishReason, Rollout, SamplingParams
@@ -100,11 +100,20 @@ def most_new_tokens(prompt_len: int, limits: Limits) -> int:
 
 
 def check_stop_strings(params: SamplingParams, tokenizer: Any) -> None:
-    """Stop strings need somebody who turns tokens into text."""
+    """Stop strings need somebody who turns tokens into text, and text that they leave in it."""
     if params.stop and tokenizer is None:
         raise InvalidRequestError(
             f"stop={params.stop!r} needs the text of the tokens: give the engine a tokenizer, or use stop_token_ids"
         )
+    if params.stop and isinstance(tokenizer, PreTrainedTokenizerBase):
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            for text in params.stop:
+                if token.special and token.content in text:
+                    raise InvalidRequestError(
+                        f"the stop string {text!r} has the special token {token.content!r} in it, which is no part of a "
+                        f"rollout's text, so it would never be found: use stop_token_ids=[{token_id}], with the model's "
+                        "own EOS ids beside it if those are to stop it too"
+                    )
 
 
 def check_partial(partial: Any, prompt_ids: list[int], params: SamplingParams, limits: Limits) -> Rollout | None:

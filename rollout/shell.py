@@ -22,7 +22,7 @@ def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedMode
     """A second module in eval mode with its own config and rotary tables, over `model`'s Parameters and persistent
     buffers (`copy_weights=False`) or over clones of them. Tied weights stay tied. `model` is not altered.
 
-    Raises InvalidRequestError for what cannot be hosted: wrapped, tensor-parallel or offloaded models, encoder-decoders,
+    Raises InvalidRequestError for what cannot be hosted: wrapped, sharded (FSDP2), tensor-parallel or offloaded models, encoder-decoders,
     modules whose structure no longer follows from their config.
     """
     _check_hostable(model)
@@ -127,6 +127,12 @@ def _check_hostable(model: PreTrainedModel) -> None:
         raise InvalidRequestError(f"{type(model).__name__} has no language-model head; use its ForCausalLM class")
     if is_tensor_parallel(model):
         raise InvalidRequestError("tensor-parallel models are not supported; load the model on one device")
+    for name, parameter in model.named_parameters():
+        if _is_distributed(parameter):
+            raise InvalidRequestError(
+                f"{name} is spread over several processes (a DTensor, as FSDP2 makes them), and an engine computes with whole "
+                "ones; give it a model of its own and publish to that with sync.WeightSync"
+            )
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise InvalidRequestError(f"all parameters must be on one real device, got {sorted(map(str, devices))}")
@@ -135,6 +141,14 @@ def _check_hostable(model: PreTrainedModel) -> None:
             raise InvalidRequestError(
                 f"{name} was made under torch.inference_mode and cannot be watched or updated; load the model outside it"
             )
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor  # not in every build of torch
+
+    return isinstance(tensor, DTensor)
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

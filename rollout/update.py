@@ -69,10 +69,12 @@ class Updater:
     @contextmanager
     def _lend(self, version: int | None, timeout_s: float, remap: bool, asked_at: float) -> Iterator[nn.Module]:
         loan = _Loan()
-        job = self.control.submit(lambda: loan.serve(self._commit(version, timeout_s, remap, asked_at), self.tracker))
+        job: Future[None] = Future()
         job.add_done_callback(lambda _: loan.entered.set())
         began = False
         try:
+            # inside: interrupted as it returns, it has queued a job that would hold the loop until somebody comes
+            self.control.submit_to(job, lambda: loan.serve(self._commit(version, timeout_s, remap, asked_at), self.tracker))
             if not loan.entered.wait(timeout_s) and job.cancel():
                 raise PauseTimeoutError(
                     f"the pause was not entered within {timeout_s:.3g} s: another update or call is in progress"
@@ -84,13 +86,15 @@ class Updater:
                 job.result()
             began = True
             yield self.model
+            loan.give_back(None)
         except BaseException as error:
             # also when an interrupt strikes during the wait: a loan that nobody takes would hold the loop for ever
-            if not loan.give_up():
+            if loan.give_up():
+                job.cancel()
+            else:
                 loan.give_back(error if began else _GivenUpError("the update was given up before it began"))
                 self._await(job, timeout_s)
             raise
-        loan.give_back(None)
         failure = self._await(job, timeout_s)
         if failure is not None:
             raise failure

@@ -87,11 +87,19 @@ def test_three_steps_write_every_rollout_and_every_version(tiny_model, tmp_path,
     assert printed[-1] == f"results: {out}"
 
 
+INTERRUPTIBLE = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may ignore it, as a job of a script's shell does
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_ctrl_c_leaves_whole_lines_and_exit_code_130(tiny_model, tmp_path):
     out = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
-        [sys.executable, EXAMPLE, *small(tiny_model, out, "--steps", "100000")],
+        [sys.executable, "-c", INTERRUPTIBLE, EXAMPLE, *small(tiny_model, out, "--steps", "100000")],
         env=environment,
         cwd=tmp_path,
         stdout=subprocess.PIPE,

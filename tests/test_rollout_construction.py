@@ -1,7 +1,7 @@
 """What an engine cannot run fails in its constructor, with a remedy; what it can, it leaves as it was."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +12,10 @@ from fakes import (
     marker_llama,
     tiny_llama,
 )
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaModel, T5Config, T5ForConditionalGeneration
 
 from rollout import (
@@ -109,6 +112,21 @@ def tensor_parallel() -> nn.Module:
     model = tiny_llama()
     model._device_mesh = object()  # what `from_pretrained(tp_plan="auto")` leaves
     return model
+
+
+@pytest.fixture
+def one_process_mesh() -> Iterator[DeviceMesh]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_model_sharded_by_fsdp2_is_refused(one_process_mesh: DeviceMesh) -> None:
+    model = tiny_llama()
+    fully_shard(model, mesh=one_process_mesh)
+    with pytest.raises(InvalidRequestError, match=r"is spread over several processes .*WeightSync"):
+        GenerationEngine(model)
 
 
 @pytest.mark.parametrize(

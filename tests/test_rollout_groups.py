@@ -146,6 +146,27 @@ def test_a_group_larger_than_what_runs_at_once_starts_alone_and_ends() -> None:
             assert future.result(30).finish_reason == FinishReason.LENGTH
 
 
+def test_requests_behind_a_group_do_not_keep_it_from_starting() -> None:
+    engine = GenerationEngine(tiny_llama(), EngineConfig(max_requests=SIZE))
+    gate = StepGate(engine)
+    ends: list[str] = []
+    with engine:
+        first = engine.submit(
+            [5], SamplingParams(max_new_tokens=30, temperature=0, stop_token_ids=()), request_id="first"
+        )
+        gate.wait_for_arrival()
+        group = engine.submit_group([6, 7], GREEDY, size=SIZE, request_id="group")
+        singles = [engine.submit([8], GREEDY, request_id=f"single-{n}") for n in range(60)]
+        for future in [first, *group, *singles]:
+            future.add_done_callback(lambda done: ends.append(done.request_id))
+        gate.open()
+        rollouts = [future.result(30) for future in [first, *group, *singles]]
+    assert [rollout.finish_reason for rollout in rollouts] == [FinishReason.LENGTH] * (1 + SIZE + 60)
+    started = [rollout.timings.started_at for rollout in rollouts]
+    assert max(started[1 : 1 + SIZE]) <= min(started[1 + SIZE :])
+    assert set(ends[1 : 1 + SIZE]) == {f"group-{n}" for n in range(SIZE)}
+
+
 def test_samples_forked_after_an_update_are_labelled_by_it_and_by_the_prefill_behind_them() -> None:
     (prompt,) = random_prompts([40])
     engine = GenerationEngine(marker_llama(), EngineConfig(max_batch_tokens=16, max_requests=8, page_size=4))

@@ -404,7 +404,8 @@ def test_an_update_that_waits_for_a_dying_loop_learns_of_it(failing: FailsOnDema
 # --------------------------------------------------------------------------------------------------- a whole process
 
 SCRIPT = """
-import sys, threading
+import signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may ignore it, as a job of a script's shell does
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 torch.set_num_threads(1)

@@ -18,6 +18,8 @@ from fakes import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from rollout import (
     EngineConfig,
@@ -176,6 +178,19 @@ def test_after_an_eviction_a_stop_string_lets_new_requests_in_like_any_other_end
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     with GenerationEngine(tiny_llama()) as engine, pytest.raises(InvalidRequestError, match="tokenizer"):
         engine.submit([5], SamplingParams(stop=("x",)))
+
+
+@pytest.mark.parametrize("stop", ["<eos>", "end<turn>", "a<turn>\n"])
+def test_a_stop_string_with_a_special_token_in_it_is_refused_with_the_token_to_stop_at(stop: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "<turn>": 2, "b": 3})), eos_token="<eos>"
+    )
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<turn>"]})
+    with GenerationEngine(tiny_llama(), tokenizer=tokenizer) as engine:
+        token_id = 0 if "eos" in stop else 2
+        with pytest.raises(InvalidRequestError, match=rf"special token.*use stop_token_ids=\[{token_id}\]"):
+            engine.submit([5], SamplingParams(stop=("b", stop)))
+        engine.submit([5], SamplingParams(max_new_tokens=2, stop=("b", "turn"))).result(30)
 
 
 # ----------------------------------------------------------------------------------------------------------- resuming

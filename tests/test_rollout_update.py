@@ -20,6 +20,7 @@ from rollout import (
     PauseTimeoutError,
     SamplingParams,
 )
+from rollout.control import ControlThread
 from rollout.manager.pausing import RolloutThreadStatus
 
 ENDLESS = SamplingParams(max_new_tokens=400, temperature=0, stop_token_ids=())
@@ -119,6 +120,69 @@ def test_a_writer_that_waits_too_long_for_another_gives_up_and_changes_nothing()
         with engine.update():
             pass
         assert engine.version == 2
+
+
+class InterruptedControl(ControlThread):
+    """Ctrl-C strikes whoever queues a job, right after it is queued."""
+
+    interrupts = 1
+
+    def submit_to(self, future: Future, function: "callable") -> None:
+        super().submit_to(future, function)
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_right_after_the_pause_was_asked_for_leaves_nothing_behind() -> None:
+    engine = GenerationEngine(tiny_llama())
+    with engine:
+        engine._control.__class__ = InterruptedControl
+        with pytest.raises(KeyboardInterrupt), engine.update():
+            pytest.fail("the body must not run")
+        assert len(engine.generate([[5]], SHORT)[0].token_ids) == 3, "the loop is parked"
+        with engine.update(timeout_s=5):
+            pass
+        assert (engine.version, engine.state) == (1, EngineState.RUNNING)
+
+
+def test_an_interrupted_snapshot_pauses_for_nobody() -> None:
+    engine = GenerationEngine(tiny_llama())
+    with engine:
+        busy, go_on = threading.Event(), threading.Event()
+
+        def occupy(_: GenerationEngine) -> None:
+            busy.set()
+            assert go_on.wait(30)
+
+        occupied = engine.call(occupy)
+        assert busy.wait(30)
+        engine._control.__class__ = InterruptedControl
+        with pytest.raises(KeyboardInterrupt):
+            engine.snapshot()
+        go_on.set()
+        occupied.result(30)
+        engine.call(lambda _: None).result(30)  # whatever was queued has been done by now
+        assert engine.stats().pause_waits.num_pauses == 0
+
+
+def test_a_snapshot_that_nobody_waits_for_any_more_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.engine.SNAPSHOT_TIMEOUT_S", 0.01)
+    with GenerationEngine(tiny_llama()) as engine:
+        busy, go_on = threading.Event(), threading.Event()
+
+        def occupy(_: GenerationEngine) -> None:
+            busy.set()
+            assert go_on.wait(30)
+
+        occupied = engine.call(occupy)
+        assert busy.wait(30)
+        with pytest.raises(PauseTimeoutError, match="the snapshot was not taken"):
+            engine.snapshot()
+        go_on.set()
+        occupied.result(30)
+        engine.call(lambda _: None).result(30)
+        assert engine.stats().pause_waits.num_pauses == 0
 
 
 def test_a_pause_that_comes_too_late_is_an_error_and_never_parks_the_loop() -> None:
