@@ -69,11 +69,13 @@ class InFlight:
         if self.resumed is not None:
             self.spans = continued(self.resumed.version_spans, len(self.resumed.token_ids), self.version)
         self.prefill_version = self.version
+        if self.token_ids_before and self.resumed is not None and self.resumed.prefill_version is not None:
+            self.prefill_version = self.resumed.prefill_version
 
     def at_update(self, version: int, *, has_old_kv: bool, num_sampled: int) -> None:
-        """A new version takes over with `num_sampled` tokens sampled before it; `has_old_kv`: its first prefill has begun
-        under the version before, and the update does not compute it again."""
-        if not has_old_kv:
+        """A new version takes over with `num_sampled` tokens sampled before it; `has_old_kv`: KV of the version before stands
+        behind what is sampled next."""
+        if not has_old_kv and num_sampled == 0:
             self.prefill_version = version
         self.spans = stamp(self.spans, num_sampled, version)
 
@@ -86,6 +88,11 @@ class InFlight:
     def logprobs_before(self) -> list[float]:
         """Their log-probs."""
         return [] if self.resumed is None else self.resumed.logprobs
+
+    def _prefill_version_so_far(self) -> int | None:
+        if self.started_at is not None:
+            return self.prefill_version
+        return self.resumed.prefill_version if self.resumed is not None and self.token_ids_before else None
 
     def rollout(
         self,
@@ -108,7 +115,7 @@ class InFlight:
             logprobs=logprobs,
             loss_mask=[1] * len(token_ids),
             version_spans=trim(self.spans, len(token_ids)),
-            prefill_version=self.prefill_version if self.started_at is not None else None,
+            prefill_version=self._prefill_version_so_far(),
             finish_reason=finish_reason,
             error=error,
             metadata=self.metadata,

@@ -143,10 +143,9 @@ class RequestTracker:
             for request in self._in_flight.values():
                 at = None if request.key is None else progress.get(request.key)
                 num_sampled = at.num_sampled if at is not None else 0
-                started = request.num_reprefills > 0 or (at is not None and at.started)
                 request.at_update(
                     version,
-                    has_old_kv=kv_kept and started,
+                    has_old_kv=kv_kept and at is not None and at.started,
                     num_sampled=max(num_sampled, len(request.token_ids_before)),
                 )
                 straddlers += num_sampled > 0

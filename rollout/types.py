@@ -119,7 +119,10 @@ class Rollout:
     loss_mask: list[int]  # [num_tokens], 1 where a token counts in the loss
     version_spans: list[VersionSpan]
     prefill_version: int | None
-    """The engine's version when the first prefill ran: the oldest weights behind the KV. None: it never ran."""
+    """The engine's version when its first prefill ran: the oldest weights behind the KV that any of its tokens was sampled
+    from. A prefill that runs again, after a preemption, under `kv_at_update="refresh"` or with `resume_from`, runs under
+    newer ones and changes nothing, unless there was no token yet. If all its tokens are of this version, their log-probs are
+    those of a plain forward under it. None: it never ran."""
     finish_reason: FinishReason | None
     """None in a snapshot of a rollout that is still in flight."""
     reward: float | None = None

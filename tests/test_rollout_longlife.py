@@ -238,7 +238,7 @@ def test_spans_are_joined_when_it_goes_on_under_another_version() -> None:
     assert len(rollout.token_ids) == 300
     assert rollout.token_ids == rollout.versions
     assert rollout.version_spans == [VersionSpan(0, 0), VersionSpan(len(partial.token_ids), 1)]
-    assert rollout.prefill_version == 1, "its KV cache was computed anew"
+    assert rollout.prefill_version == 0, "its first tokens were sampled from KV of version 0"
     assert (rollout.group_id, rollout.prompt_id, rollout.sample_index, rollout.metadata) == ("g", "p", 2, {"k": 1})
 
 
@@ -253,7 +253,7 @@ def test_an_update_before_the_second_prefill_counts_for_it() -> None:
             mark(model, 1)
         blocker.cancel()
         rollout = future.result(30)
-    assert rollout.prefill_version == 1
+    assert rollout.prefill_version == 0
     assert rollout.token_ids == rollout.versions
 
 
@@ -268,6 +268,7 @@ def test_what_was_resumed_and_ends_before_it_runs_still_has_its_tokens() -> None
     assert again.token_ids == partial.token_ids
     assert again.logprobs == partial.logprobs
     assert again.version_spans == partial.version_spans
+    assert again.prefill_version == partial.prefill_version == 0
 
 
 def test_what_cannot_be_resumed_is_refused() -> None:
@@ -393,7 +394,7 @@ def test_refreshing_makes_logprobs_those_of_the_new_weights_and_keeping_does_not
     errors = (torch.tensor(rollout.logprobs) - forward_logprobs(model, prompt, rollout.token_ids)).abs()[10:]
     if policy == "refresh":
         assert errors.max() < 1e-4
-        assert (rollout.num_reprefills, rollout.prefill_version) == (1, 1)
+        assert (rollout.num_reprefills, rollout.prefill_version) == (1, 0)
     else:
         assert errors.max() > 1e-2, "stale KV made no difference, so the refresh is not tested"
         assert (rollout.num_reprefills, rollout.prefill_version) == (0, 0)

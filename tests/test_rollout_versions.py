@@ -88,6 +88,50 @@ def test_labels_hold_when_requests_are_preempted_and_prefilled_again() -> None:
         assert_labels_tell_the_truth(rollout)
 
 
+@pytest.mark.parametrize(("policy", "expected"), [("keep", 0), ("refresh", 1)])
+def test_prefill_version_is_that_of_the_oldest_kv_behind_the_tokens_also_when_a_prefill_spans_an_update(
+    policy: str, expected: int
+) -> None:
+    (prompt,) = random_prompts([30])
+    engine = GenerationEngine(marker_llama(), EngineConfig(page_size=4, max_batch_tokens=8, kv_at_update=policy))
+    gate = StepGate(engine)
+    with engine:
+        future = engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0, stop_token_ids=()))
+        gate.step(2)
+        gate.wait_for_arrival()
+        done = engine.call(_update_to, 1)
+        wait_until(engine.manager.background_thread_status.is_pause_requested)
+        gate.open()
+        done.result(30)
+        rollout = future.result(30)
+    assert rollout.versions == [1] * 6
+    assert rollout.prefill_version == expected
+
+
+@pytest.mark.parametrize("policy", ["keep", "refresh"])
+def test_prefill_version_stays_that_of_the_first_prefill_through_preemptions_refreshes_and_updates(policy: str) -> None:
+    config = EngineConfig(page_size=4, num_blocks=12, max_batch_tokens=32, kv_at_update=policy)
+    engine = GenerationEngine(marker_llama(), config)
+    gate = StepGate(engine)
+    with engine:
+        params = SamplingParams(max_new_tokens=30, temperature=0, stop_token_ids=())
+        futures = [engine.submit(prompt, params) for prompt in random_prompts([5] * 4)]
+        gate.wait_for_arrival()
+        while not engine.stats().preemptions:
+            gate.step()
+            gate.wait_for_arrival()
+        done = engine.call(_update_to, 1)
+        wait_until(engine.manager.background_thread_status.is_pause_requested)
+        gate.open()
+        done.result(30)
+        rollouts = [future.result(30) for future in futures]
+    assert [rollout.prefill_version for rollout in rollouts] == [0] * 4
+    assert sum(rollout.num_reprefills for rollout in rollouts) > 0
+    for rollout in rollouts:
+        assert set(rollout.versions) == {0, 1}
+        assert_labels_tell_the_truth(rollout)
+
+
 def test_partial_rollouts_are_labelled_too() -> None:
     with GenerationEngine(marker_llama()) as engine:
         future = engine.submit([5], ENDLESS)
