@@ -82,7 +82,7 @@ class Delivery:
         commits: dict[str, Future[UpdateRecord | None]] = {}
         for shipment in self._shipments:
             if not self._is_overtaken:
-                sent.update(shipment.transport.send(shipment.package, shipment.run, shipment.links, self._deadline))
+                sent.update(self._send(shipment))
                 commits.update(self._commit(shipment, shipment.links))
         self._note_sent(sent.values(), outcome)
         self._wait(commits.values())
@@ -109,6 +109,15 @@ class Delivery:
         for name, failure in outcome.failures.items():
             logger.warning("%s did not take version %d: %s", name, self._version, failure)
         return outcome
+
+    def _send(self, shipment: Shipment) -> "Mapping[str, Future[Any]]":
+        """When each target has the bytes, by name."""
+        try:
+            return shipment.transport.send(shipment.package, shipment.run, shipment.links, self._deadline)
+        except Exception as error:  # it costs this version these targets, not the others behind other transports
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return dict.fromkeys((link.name for link in shipment.links), failed)
 
     @staticmethod
     def _note_sent(sent: "Iterable[Future[None]]", outcome: Outcome) -> None:

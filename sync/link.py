@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout import GenerationEngine, RolloutError
 from sync.receiver import hello
-from sync.ticket import TargetStatus
+from sync.ticket import Claim, TargetStatus
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,13 @@ class Link:
         self.status: TargetStatus | None = None
         """None until it has answered for the first time."""
 
-    def ask(self) -> "Future[TargetStatus]":
-        """What it holds. An engine of this process is read at once, also while its control thread is busy."""
+    def ask(self, claim: Claim | None) -> "Future[TargetStatus]":
+        """What it holds, and whom it obeys from now on: this claim, if it may. An engine of this process answers at once,
+        also while its control thread is busy."""
         if not isinstance(self.target, GenerationEngine):
-            return self.call(hello)
+            return self.call(hello, claim)
         answer: Future[TargetStatus] = Future()
-        answer.set_result(hello(self.target))
+        answer.set_result(hello(self.target, claim))
         return answer
 
     def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":

@@ -11,7 +11,7 @@ from sync.link import Link
 from sync.place import Deadline
 from sync.routes import Route, Router
 from sync.run_record import RunRecord, next_claim
-from sync.ticket import Claim
+from sync.ticket import Claim, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +40,37 @@ class Opener:
         self._router = router
         self._config = config
         self._claim: Claim | None = None
-        self._spent_version = 0
+        self._newest = 0
+
+    @property
+    def claim(self) -> Claim | None:
+        """Of this sender; None before its first publish."""
+        return self._claim
 
     def spend(self, version: int) -> None:
-        """This version was sent to a target whose answer is not known: it is never used for other bytes."""
-        self._spent_version = max(self._spent_version, version)
+        """Never use this version, or one before it, for other bytes: an engine has it, or may yet take it, or a report
+        names it."""
+        self._newest = max(self._newest, version)
 
     def open(self, version: int | None, staged_version: int | None, deadline: Deadline) -> Opening:
         """Raises SyncError if no target answers, for a version that is not new (or None: the next one), for a target
         of another run or newer trainer, and for one that the transport cannot reach."""
-        failures = self._ask(deadline)
+        failures = self._ask(deadline, self._claim)
+        if self._claim is None:
+            # Asked again, as the sender that this makes it: what its predecessor has not committed by then is refused, so
+            # that the next version is this one's at every target.
+            self._claim = self._make_claim()
+            failures = self._ask(deadline, self._claim)
+        claim = self._claim
         links = [link for link in self._links if link.status is not None]
-        claim = self._claim_run(links)
-        newest = max(link.status.version for link in links if link.status is not None)
-        newest = max(newest, self._spent_version)
+        for link in links:
+            obeyed = link.status.claim if link.status is not None else None
+            if obeyed is not None and obeyed != claim and not claim.replaces(obeyed):
+                raise SyncError(refusal(link.name, obeyed, claim))
+        for link in links:
+            assert link.status is not None
+            self.spend(link.status.version)
+        newest = self._newest
         if version is None:
             version, again = newest + 1, False
         else:
@@ -66,18 +83,26 @@ class Opener:
         return Opening(version=version, again=again, claim=claim, routes=self._router.routes(links), failures=failures)
 
     def remember(self, opening: Opening) -> None:
-        """Before anything is sent: a trainer that dies now has a successor that goes on above this version."""
+        """Before anything is sent: a trainer that dies now has a successor that goes on above this version. Raises
+        SyncError if there is one already."""
         if self._config.run_folder is not None:
             claim = opening.claim
+            saved = RunRecord.load(self._config.run_folder)
+            if saved is not None and saved.run_id == claim.run_id and saved.epoch > claim.epoch:
+                raise SyncError(
+                    f"{self._config.run_folder} belongs to a newer trainer (epoch {saved.epoch} of run {saved.run_id!r}, "
+                    f"this one has {claim.epoch}); stop this trainer"
+                )
             RunRecord(run_id=claim.run_id, epoch=claim.epoch, version=opening.version).save(self._config.run_folder)
 
-    def _ask(self, deadline: Deadline) -> dict[str, BaseException]:
+    def _ask(self, deadline: Deadline, claim: Claim | None) -> dict[str, BaseException]:
         """Ask every target what it holds. Those that fail now are left out; one that is merely late is not, if it has
         answered before."""
-        asked = {link: link.ask() for link in self._links}
-        wait_for(asked.values(), timeout=min(KNOWN_TARGET_S, deadline.remaining_s()))
+        asked = {link: link.ask(claim) for link in self._links}
+        wait_for(asked.values(), timeout=min(KNOWN_TARGET_S, deadline.remaining_s() / 2))
         strangers = [answer for link, answer in asked.items() if link.status is None]
-        wait_for(strangers, timeout=min(self._config.open_timeout_s, deadline.remaining_s()))
+        # Half of what is left: one stopped target must not use up the time of the others.
+        wait_for(strangers, timeout=min(self._config.open_timeout_s, deadline.remaining_s() / 2))
         failures: dict[str, BaseException] = {}
         for link, answer in asked.items():
             if not answer.done():
@@ -95,22 +120,13 @@ class Opener:
             raise nobody("answered", failures)
         return failures
 
-    def _claim_run(self, links: Sequence[Link]) -> Claim:
-        statuses = [link.status for link in links if link.status is not None]
-        if self._claim is None:
-            folder = self._config.run_folder
-            saved = RunRecord.load(folder) if folder is not None else None
-            self._claim = next_claim(self._config.run_id, saved, statuses)
-            if saved is not None:
-                self.spend(saved.version)
-        for link in links:
-            theirs = link.status.claim if link.status is not None else None
-            if theirs is not None and theirs.run_id == self._claim.run_id and theirs.epoch > self._claim.epoch:
-                raise SyncError(
-                    f"{link.name} obeys a newer trainer (epoch {theirs.epoch} of run {theirs.run_id!r}, this one has "
-                    f"{self._claim.epoch}); stop this trainer, or make a new WeightSync if it is the one that should go on"
-                )
-        return self._claim
+    def _make_claim(self) -> Claim:
+        folder = self._config.run_folder
+        saved = RunRecord.load(folder) if folder is not None else None
+        if saved is not None:
+            self.spend(saved.version)
+        statuses = [link.status for link in self._links if link.status is not None]
+        return next_claim(self._config.run_id, saved, statuses)
 
 
 def nobody(did: str, failures: Mapping[str, BaseException]) -> SyncError:

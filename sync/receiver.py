@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from sync.errors import SyncError, SyncTimeoutError
 from sync.layout import Layout, digest, empty_run
 from sync.manifest import Manifest, held_tensors
 from sync.place import Deadline, here
-from sync.ticket import Claim, Package, TargetStatus, Ticket
+from sync.ticket import Claim, Package, TargetStatus, Ticket, refusal
 
 CommitMode = Literal["copy", "remap"]
 """Copy the staged bytes into the parameters, or re-point the parameters at them."""
@@ -55,13 +55,16 @@ class DerivedTensors(Protocol):
 # ------------------------------------------------------------------------------------- what a sender calls on a target
 
 
-def hello(engine: GenerationEngine) -> TargetStatus:
-    """What this engine holds and where it runs. Changes nothing."""
+def hello(engine: GenerationEngine, claim: Claim | None = None) -> TargetStatus:
+    """What this engine holds and where it runs. With a claim, it obeys that sender from now on, unless it obeys a newer
+    one or another run: the answer says whom. Safe on any thread."""
+    receiver = receiver_of(engine)
+    obeyed, version = receiver.obey(engine, claim)
     return TargetStatus(
         manifest=Manifest.of(engine.model),
-        version=engine.version,
+        version=version,
         is_fenced=engine.state == EngineState.FENCED,
-        claim=receiver_of(engine).claim,
+        claim=obeyed,
         place=here(),
         can_remap=engine.can_remap,
     )
@@ -116,19 +119,30 @@ class _Staged:
     missing: set[int]
     source: OpenCargo | None
     """Where the bytes lie if not in the receiver's own memory."""
-    prepared: list[Any] | None = None
+    prepared: list[Any] = field(default_factory=list)
+    """For each of the receiver's derived tensors."""
 
 
 class Receiver:
-    """What one engine has been sent. Used on the engine's control thread alone, one call after the other."""
+    """What one engine has been sent. Used on the engine's control thread alone, one call after the other, but for
+    `obey`."""
 
     def __init__(self) -> None:
-        self.claim: Claim | None = None
+        self._lock = threading.Lock()  # for the two that `obey` reads
+        self._claim: Claim | None = None
+        self._committing = 0  # the version that a commit in progress may yet give the engine
         self.derived: list[DerivedTensors] = []
         self._committed: Ticket | None = None
         self._staged: _Staged | None = None
         self._own: Tensor | None = None  # kept from one version to the next: fresh pages cost ten times a copy
         self._mapped: OpenCargo | None = None  # what the parameters point into
+
+    def obey(self, engine: GenerationEngine, claim: Claim | None) -> tuple[Claim | None, int]:
+        """Whom this engine obeys from now on, and a version that no sender before that one can exceed any more."""
+        with self._lock:
+            if claim is not None and (self._claim is None or claim.replaces(self._claim)):
+                self._claim = claim
+            return self._claim, max(engine.version, self._committing)
 
     def accept(self, engine: GenerationEngine, package: Package, cargo: Cargo, *, verify: bool) -> None:
         if not self._admit(engine, package):
@@ -142,7 +156,7 @@ class Receiver:
             opened.close()
             raise
         self._staged = _Staged(package, opened.run, set(), opened)
-        self._prepare()
+        self._prepare(self._staged)
 
     def begin(self, engine: GenerationEngine, package: Package) -> bool:
         if not self._admit(engine, package):
@@ -171,7 +185,7 @@ class Receiver:
             part.copy_(host)
         staged.missing.discard(index)
         if not staged.missing:
-            self._prepare()
+            self._prepare(staged)
 
     def commit(
         self, engine: GenerationEngine, ticket: Ticket, mode: CommitMode, deadline: Deadline, update_timeout_s: float
@@ -184,26 +198,17 @@ class Receiver:
                 f"version {ticket.version} is not complete: {len(staged.missing)} of "
                 f"{len(staged.package.layout.buckets)} buckets have not arrived; publish it again"
             )
+        if len(staged.prepared) != len(self.derived):
+            self._prepare(staged)  # it failed while staging, or there are more of them by now
         limit_s = min(update_timeout_s, deadline.remaining_s())
         if limit_s <= 0:
             raise SyncTimeoutError(f"the commit of version {ticket.version} began after its sender had stopped waiting")
-        tensors = [held.tensor for held in held_tensors(engine.model)]
-        views = staged.package.layout.views(staged.run)
+        self._check_claim(ticket, about_to_commit=True)
         replaced: list[Tensor] = []
-        update = (
-            engine.update(ticket.version, timeout_s=limit_s, remap=True)
-            if mode == "remap"
-            else engine.update(ticket.version, timeout_s=limit_s)
-        )
-        with update, torch.no_grad():
-            for tensor, view in zip(tensors, views, strict=True):
-                if mode == "remap" and tensor.is_contiguous():
-                    replaced.append(tensor.data)  # unmapping takes longer than the pause should
-                    tensor.data = view
-                else:
-                    tensor.copy_(view)
-            for derived, prepared in zip(self.derived, staged.prepared or [], strict=True):
-                derived.install(prepared)
+        try:
+            self._update(engine, staged, mode, limit_s, replaced)
+        finally:
+            self._committing = 0
         replaced.clear()
         self._committed, self._staged = ticket, None
         if mode == "remap":
@@ -216,15 +221,36 @@ class Receiver:
         assert record is not None
         return record
 
+    def _update(
+        self, engine: GenerationEngine, staged: _Staged, mode: CommitMode, limit_s: float, replaced: list[Tensor]
+    ) -> None:
+        """`replaced` holds what the parameters pointed at: unmapping it takes longer than the pause should."""
+        version = staged.package.ticket.version
+        tensors = [held.tensor for held in held_tensors(engine.model)]
+        views = staged.package.layout.views(staged.run)
+        update = (
+            engine.update(version, timeout_s=limit_s, remap=True)
+            if mode == "remap"
+            else engine.update(version, timeout_s=limit_s)
+        )
+        with update, torch.no_grad():
+            for tensor, view in zip(tensors, views, strict=True):
+                if mode == "remap" and tensor.is_contiguous():
+                    replaced.append(tensor.data)
+                    tensor.data = view
+                else:
+                    tensor.copy_(view)
+            for derived, prepared in zip(self.derived, staged.prepared, strict=True):
+                derived.install(prepared)
+
     def forget(self) -> None:
         self._drop_staged()
         self._own = None
 
     def _admit(self, engine: GenerationEngine, package: Package) -> bool:
         """Whether there is anything to stage. SyncError if this sender or version has been overtaken."""
-        ticket, known = package.ticket, self.claim
-        if known is not None and known != ticket.claim:
-            _check_claim(known, ticket.claim)
+        ticket = package.ticket
+        self._check_claim(ticket)
         if ticket == self._committed and engine.state != EngineState.FENCED:
             return False
         if ticket.version <= engine.version:
@@ -238,9 +264,17 @@ class Receiver:
                 raise SyncError(f"version {ticket.version} was overtaken by {staged.package.ticket.version}")
             if ticket == staged.package.ticket and not staged.missing:
                 return False  # verified already; what was committed half can be rolled forward from it
-        self.claim = ticket.claim
         self._drop_staged()
         return True
+
+    def _check_claim(self, ticket: Ticket, *, about_to_commit: bool = False) -> None:
+        with self._lock:
+            if self._claim is None or ticket.claim.replaces(self._claim):
+                self._claim = ticket.claim
+            if self._claim != ticket.claim:
+                raise SyncError(refusal("the engine", self._claim, ticket.claim))
+            if about_to_commit:
+                self._committing = ticket.version
 
     def _expect(self, ticket: Ticket) -> _Staged:
         staged = self._staged
@@ -249,9 +283,8 @@ class Receiver:
             raise SyncError(f"version {ticket.version} is not staged here, {there} is; publish it again")
         return staged
 
-    def _prepare(self) -> None:
-        staged = self._staged
-        assert staged is not None
+    def _prepare(self, staged: _Staged) -> None:
+        staged.prepared = []
         if self.derived:
             layout = staged.package.layout
             named = {
@@ -275,19 +308,6 @@ def receiver_of(engine: GenerationEngine) -> Receiver:
 
 _lock = threading.Lock()
 _receivers: "weakref.WeakKeyDictionary[GenerationEngine, Receiver]" = weakref.WeakKeyDictionary()
-
-
-def _check_claim(known: Claim, claim: Claim) -> None:
-    if known.run_id != claim.run_id:
-        raise SyncError(
-            f"the engine belongs to run {known.run_id!r}, the publish comes from run {claim.run_id!r}; start an engine "
-            "for each run, or leave SyncConfig.run_id out to take over the one that it has"
-        )
-    if claim.epoch <= known.epoch:
-        raise SyncError(
-            f"this sender (epoch {claim.epoch} of run {claim.run_id!r}) was replaced by a newer one (epoch {known.epoch}); "
-            "stop this trainer, or make a new WeightSync if it is the one that should go on"
-        )
 
 
 def _memory_for(layout: Layout) -> Tensor:

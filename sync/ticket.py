@@ -15,6 +15,24 @@ class Claim:
     sender: str
     """A random name of one WeightSync, which tells two that claim the same epoch apart."""
 
+    def replaces(self, other: "Claim") -> bool:
+        """Whether an engine leaves the other for this one. Of two senders that start at the same moment the name decides,
+        alike at every engine, so that not each of them gets some."""
+        return self.run_id == other.run_id and (self.epoch, self.sender) > (other.epoch, other.sender)
+
+
+def refusal(who: str, obeyed: Claim, claim: Claim) -> str:
+    """Why a sender is refused by an engine (`who`) that obeys another."""
+    if obeyed.run_id != claim.run_id:
+        return (
+            f"{who} belongs to run {obeyed.run_id!r}, the publish comes from run {claim.run_id!r}; start an engine for "
+            "each run, or leave SyncConfig.run_id out to take over the one that it has"
+        )
+    return (
+        f"{who} obeys a newer trainer (epoch {obeyed.epoch} of run {obeyed.run_id!r}, this one has {claim.epoch}): stop "
+        "this trainer, or make a new WeightSync if it is the one that should go on"
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:

@@ -70,7 +70,9 @@ class WeightSync:
         self._opener = Opener(self._links, self._router, self._config)
         self._kept = Kept()
         self._turn = Lock()  # held from the start of a stage until its delivery has ended: both use the staging
+        self._order = Lock()  # for the two below
         self._delivery: Delivery | None = None
+        self._num_waiting = 0  # publishes that wait for the turn: whatever goes before them is overtaken
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync")
         self._joiner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-join")
         self._closed = False
@@ -115,8 +117,7 @@ class WeightSync:
                     f"publish() inside {link.name}'s update() would wait for itself; publish after the block"
                 )
         deadline = Deadline.after(timeout_s)
-        self._overtake()
-        self._take_turn(timeout_s, "waiting for the publish before this one to")
+        self._overtake_and_take_turn(timeout_s)
         with ExitStack() as unless_delivering:
             unless_delivering.callback(self._turn.release)
             staged = self._stage(source, version, deadline, timeout_s)
@@ -155,10 +156,16 @@ class WeightSync:
             names = ", ".join(link.name for link in self._links)
             raise SyncTimeoutError(f"{what} {names} took longer than {timeout_s:g} s")
 
-    def _overtake(self) -> None:
-        delivery = self._delivery
-        if delivery is not None:
-            delivery.overtake()
+    def _overtake_and_take_turn(self, timeout_s: float) -> None:
+        with self._order:
+            self._num_waiting += 1
+            if self._delivery is not None:
+                self._delivery.overtake()
+        try:
+            self._take_turn(timeout_s, "waiting for the publish before this one to")
+        finally:
+            with self._order:
+                self._num_waiting -= 1
 
     # --------------------------------------------------------------------------------------------- stage and deliver
 
@@ -196,9 +203,8 @@ class WeightSync:
             assert shipment is not None
             shipments.append(shipment)
         largest = max(stagings.values(), key=lambda staging: staging.num_bytes)
-        self._delivery = self._delivery_of(shipments, opening.version, deadline, timeout_s)
         return _Staged(
-            delivery=self._delivery,
+            delivery=self._new_delivery(shipments, opening.version, deadline, timeout_s),
             opening=opening,
             num_bytes=largest.num_bytes,
             num_tensors=largest.num_tensors,
@@ -242,24 +248,29 @@ class WeightSync:
             for held in held_tensors(link.target.model)
         }
 
-    def _delivery_of(
+    def _new_delivery(
         self, shipments: Sequence[Shipment], version: int, deadline: Deadline, timeout_s: float
     ) -> Delivery:
-        return Delivery(
+        delivery = Delivery(
             shipments,
             deadline,
             version=version,
             timeout_s=timeout_s,
             update_timeout_s=self._config.update_timeout_s,
         )
+        with self._order:
+            self._delivery = delivery
+            if self._num_waiting:  # it came while this one was staged
+                delivery.overtake()
+        return delivery
 
     def _deliver(self, staged: "_Staged | None") -> SyncReport:
         assert staged is not None  # only the leading rank delivers
         outcome = staged.delivery.run()
         version = staged.opening.version
-        if not outcome.is_certain:
-            self._opener.spend(version)
         failures = {**staged.opening.failures, **outcome.failures}
+        if len(failures) < len(self._links) or not outcome.is_certain:
+            self._opener.spend(version)
         for link in self._links:
             if link.name in failures:
                 self._joiner.submit(link.fence, version)  # it may take as long as its own limit
@@ -306,13 +317,12 @@ class WeightSync:
     def _bring_up_in_turn(self, link: Link, deadline: Deadline, timeout_s: float) -> Outcome:
         if self._closed or self._kept.version is None:
             return Outcome()
-        link.status = link.ask().result(self._config.open_timeout_s)
+        link.status = link.ask(self._opener.claim).result(self._config.open_timeout_s)
         (route,) = self._router.routes([link])
         shipment = self._kept.shipment(route, [link])
         if shipment is None:
             raise SyncError("it holds other tensors than the targets of the last publish, or is reached another way")
-        self._delivery = self._delivery_of([shipment], self._kept.version, deadline, timeout_s)
-        return self._delivery.run()
+        return self._new_delivery([shipment], self._kept.version, deadline, timeout_s).run()
 
 
 @dataclass(frozen=True, kw_only=True)
