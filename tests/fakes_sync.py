@@ -138,6 +138,12 @@ class FakeTarget:
         return self._stalled
 
     @property
+    def will_stall(self) -> bool:
+        """Whether a fault that stalls it is still to come."""
+        with self._lock:
+            return any(fault.what == "stall" for fault in self._faults)
+
+    @property
     def num_queued(self) -> int:
         return len(self._jobs)
 
@@ -191,6 +197,16 @@ class FakeTarget:
             self._new_engine()
         for callback in self._joined:
             callback(self)
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Nothing runs there inside this block; what is asked for waits."""
+        with self._lock:
+            yield
+
+    def clear_faults(self) -> None:
+        with self._lock:
+            self._faults.clear()
 
     def forget_who_joins(self) -> None:
         """From now on it comes back without telling anybody."""
@@ -259,18 +275,23 @@ def check_fleet(targets: "Sequence[FakeTarget]", published: Mapping[int, float])
     says it has; versions only grow; and one version is one set of bytes, on whichever engine."""
     known = {0: 0.0, **published}
     for target in targets:
-        for engine in target.engines:
-            for version, values in engine.served:
-                assert len(values) == 1, f"{target.worker_id} served {sorted(values)} as version {version}"
-                (value,) = values
-                assert known.setdefault(version, value) == value, f"version {version} is {known[version]} and {value}"
-            versions = [version for version, _ in engine.served]
-            assert versions == sorted(set(versions)), f"versions of {target.worker_id} went {versions}"
-        engine = target.engine
-        if not target.is_dead and engine.state == EngineState.RUNNING:
-            assert marks(engine.model) == {known[engine.version]}, (
-                f"{target.worker_id} serves {sorted(marks(engine.model))} as version {engine.version}"
-            )
+        with target.standing_still():
+            _check_target(target, known)
+
+
+def _check_target(target: FakeTarget, known: dict[int, float]) -> None:
+    for engine in target.engines:
+        for version, values in engine.served:
+            assert len(values) == 1, f"{target.worker_id} served {sorted(values)} as version {version}"
+            (value,) = values
+            assert known.setdefault(version, value) == value, f"version {version} is {known[version]} and {value}"
+        versions = [version for version, _ in engine.served]
+        assert versions == sorted(set(versions)), f"versions of {target.worker_id} went {versions}"
+    engine = target.engine
+    if not target.is_dead and engine.state == EngineState.RUNNING:
+        assert marks(engine.model) == {known[engine.version]}, (
+            f"{target.worker_id} serves {sorted(marks(engine.model))} as version {engine.version}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- the transport

@@ -206,7 +206,7 @@ def test_a_commit_that_breaks_off_twice_fences_its_target_until_a_publish_succee
         assert (broken.engine.version, broken.engine.state) == (1, EngineState.FENCED)
         assert healthy.engine.version == 2
         fleet.check()
-        broken._faults.clear()
+        broken.clear_faults()
         if again:
             repaired = fleet.weight_sync.publish(marked(2.0), version=2)
             assert (repaired.version, repaired.fenced) == (2, ())
@@ -523,7 +523,7 @@ def test_a_target_that_dies_again_while_it_is_brought_up_is_brought_up_when_it_c
         fleet.publish()
         joining = fleet.targets[0]
         joining.kill()
-        with joining._lock:
+        with joining.standing_still():
             joining.revive()
             fault(joining, point, "kill")
         wait_until(lambda: joining.is_dead)
@@ -546,7 +546,7 @@ def test_bringing_up_is_overtaken_by_a_publish() -> None:
         fleet.publish()
         joining = fleet.targets[0]
         joining.kill()
-        with joining._lock:
+        with joining.standing_still():
             joining.revive()
             fault(joining, "commit", "stall")
         wait_until(lambda: "begin" in joining.calls[-6:] and joining.is_stalled)
