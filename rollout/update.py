@@ -74,7 +74,9 @@ class Updater:
         began = False
         try:
             # inside: interrupted as it returns, it has queued a job that would hold the loop until somebody comes
-            self.control.submit_to(job, lambda: loan.serve(self._commit(version, timeout_s, remap, asked_at), self.tracker))
+            self.control.submit_to(
+                job, lambda: loan.serve(self._commit(version, timeout_s, remap, asked_at), self.tracker)
+            )
             if not loan.entered.wait(timeout_s) and job.cancel():
                 raise PauseTimeoutError(
                     f"the pause was not entered within {timeout_s:.3g} s: another update or call is in progress"

@@ -137,7 +137,7 @@ def _accept_stored(engine: GenerationEngine, package: Package, cargo: StoredCarg
 def _bring_up(engine: GenerationEngine, path: str, deadline: Deadline, timeout_s: float) -> int:
     with VersionStore(Path(path)).open_newest(deadline) as stored:
         index = stored.index
-        held = receiver_of(engine).claim, engine.version
+        held = receiver_of(engine).obey(engine, None)
         if held == (index.ticket.claim, index.ticket.version) and engine.state != EngineState.FENCED:
             return engine.version
         layout = Layout(Manifest.of(engine.model), index.bucket_bytes)
