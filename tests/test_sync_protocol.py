@@ -349,6 +349,7 @@ def test_a_publish_that_arrives_while_another_stages_overtakes_it_too() -> None:
         wait_until(second.is_waiting)
         leave.set()
         assert first.result().overtaken == ("a", "b")
+        wait_until(lambda: fleet.targets[0].is_stalled)  # by the second, since the first was never sent
         fleet.targets[0].resume()
         assert second.result().result(10).fenced == ()
         assert {target.engine.version for target in fleet.targets} == {3}
