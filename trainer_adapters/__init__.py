@@ -2,6 +2,7 @@
 
 from trainer_adapters.batch import RolloutBatch, group_advantages, pad_rollouts
 from trainer_adapters.errors import AdapterError
+from trainer_adapters.hf import WeightSyncCallback
 from trainer_adapters.losses import LossMetrics, grpo_loss, token_logprobs
 from trainer_adapters.policy import PolicyView
 from trainer_adapters.torch_loop import SyncOnStep
@@ -12,6 +13,7 @@ __all__ = [
     "PolicyView",
     "RolloutBatch",
     "SyncOnStep",
+    "WeightSyncCallback",
     "group_advantages",
     "grpo_loss",
     "pad_rollouts",
