@@ -21,7 +21,7 @@ class LossMetrics:
     clip_share: float
     """Share of tokens that the clip takes out of the gradient."""
     truncated_share: float
-    """Share of tokens whose weight `max_importance` cut."""
+    """Share of tokens whose weight was cut: by `max_importance`, or to 0 by `masked_importance`."""
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -44,6 +44,7 @@ def grpo_loss(
     mask: Tensor,
     *,
     proximal_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     max_importance: float = 2.0,
@@ -69,6 +70,9 @@ def grpo_loss(
     `logprobs.detach()` if there is one step per batch. Staleness needs no version here: each token's own log-prob is of
     the version that sampled it.
 
+    `importance_weights` [B, T], constants, take the place of w: those of `masked_importance`, say. A token of weight 0
+    counts in the mean and has no gradient.
+
     Sources: clip, PPO (Schulman et al. 2017), eq. 7; group-relative advantages, GRPO (Shao et al. 2024); two clip
     bounds and the mean over tokens, DAPO (Yu et al. 2025); pi_prox apart from mu, decoupled PPO (Hilton et al. 2022);
     truncated importance sampling (Ionides 2008); min(r, C), which binds only where A < 0 and the clip does not,
@@ -76,7 +80,7 @@ def grpo_loss(
 
     Raises AdapterError for shapes that differ or bounds that contradict.
     """
-    _check_shapes(logprobs, old_logprobs, mask, advantages, proximal_logprobs)
+    _check_shapes(logprobs, old_logprobs, mask, advantages, proximal_logprobs, importance_weights)
     _check_bounds(clip_low, clip_high, max_importance)
     counted = mask.bool()
     behaviour = old_logprobs.detach()
@@ -88,7 +92,7 @@ def grpo_loss(
     log_weight = proximal - behaviour
     ratio = log_ratio.clamp(max=log_max).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    weight = log_weight.clamp(max=log_max).exp()
+    weight = log_weight.clamp(max=log_max).exp() if importance_weights is None else importance_weights.detach()
     advantage = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     surrogate = torch.minimum(ratio * advantage, clipped * advantage)
     num_tokens = counted.sum()
@@ -96,7 +100,8 @@ def grpo_loss(
     with torch.no_grad():
         total = torch.where(counted, logprobs - behaviour, -math.inf).exp()
         is_clipped = clipped * advantage < ratio * advantage
-        is_truncated = (log_weight > log_max) | ((log_ratio > log_max) & (advantage < 0))
+        is_cut = log_weight > log_max if importance_weights is None else weight == 0
+        is_truncated = is_cut | ((log_ratio > log_max) & (advantage < 0))
         highest = total.max() if total.numel() else total.sum()
         numbers = [num_tokens, total.sum(), highest, (is_clipped & counted).sum(), (is_truncated & counted).sum()]
         count, ratio_sum, ratio_max, num_clipped, num_truncated = torch.stack([n.double() for n in numbers]).tolist()
@@ -111,7 +116,12 @@ def grpo_loss(
 
 
 def _check_shapes(
-    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, advantages: Tensor, proximal_logprobs: Tensor | None
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    proximal_logprobs: Tensor | None,
+    importance_weights: Tensor | None,
 ) -> None:
     # Broadcasting would accept most mistakes, such as a [T] or [B, 1] mask, in silence.
     shape = tuple(logprobs.shape)
@@ -120,6 +130,8 @@ def _check_shapes(
     named = {"old_logprobs": old_logprobs, "mask": mask}
     if proximal_logprobs is not None:
         named["proximal_logprobs"] = proximal_logprobs
+    if importance_weights is not None:
+        named["importance_weights"] = importance_weights
     for name, tensor in named.items():
         if tuple(tensor.shape) != shape:
             raise AdapterError(f"{name} must be {list(shape)} like logprobs, got {list(tensor.shape)}")
