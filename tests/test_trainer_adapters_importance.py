@@ -59,8 +59,8 @@ def test_token_of_weight_0_has_no_gradient_and_counts_in_the_mean() -> None:
 
 
 def test_weights_of_another_shape_are_refused() -> None:
+    zeros = torch.zeros(1, 2)
     with pytest.raises(AdapterError, match=r"importance_weights must be \[1, 2\]"):
-        zeros = torch.zeros(1, 2)
         grpo_loss(zeros, zeros, torch.zeros(1), zeros.bool(), importance_weights=torch.ones(1, 1))
     for weigh in (truncated_importance, masked_importance):
         with pytest.raises(AdapterError, match=r"old_logprobs must be \[1, 2\]"):

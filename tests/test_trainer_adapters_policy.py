@@ -117,6 +117,7 @@ def test_view_of_a_ddp_model_hands_out_the_parameters_own_memory() -> None:
     model = small()
     offered = dict(PolicyView(DistributedDataParallel(model)).tensors())
     assert all(offered[name].data_ptr() == tensor.data_ptr() for name, tensor in model.state_dict().items())
+    assert not any(tensor.requires_grad for tensor in offered.values())
 
 
 def test_accelerator_takes_off_what_it_put_around_the_model() -> None:

@@ -138,13 +138,13 @@ def ppo(values: Tensor, returns: Tensor, counted: Tensor, **options: Any) -> Any
 
 def test_policy_part_is_grpo_loss() -> None:
     generator = torch.Generator().manual_seed(0)
-    logprobs, old, proximal, advantages = torch.randn(4, 2, 3, generator=generator)
-    counted = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    logprobs, old, proximal, advantages = torch.randn(4, 2, 6, generator=generator)
+    counted = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 0]])
     options = {"proximal_logprobs": proximal, "clip_low": 0.1, "clip_high": 1.5, "max_importance": 3.0}
-    weights = torch.full((2, 3), 0.5)
+    weights = torch.full((2, 6), 0.5)
     for extra in ({}, {"importance_weights": weights}):
         expected, metrics = grpo_loss(logprobs, old, advantages, counted, **options, **extra)
-        zeros = torch.zeros(2, 3)
+        zeros = torch.zeros(2, 6)
         critic = {"values": zeros, "old_values": zeros, "returns": zeros}
         loss, ppo_metrics = ppo_loss(logprobs, old, advantages, counted, **options, **extra, **critic)
         assert loss.item() == pytest.approx(expected.item())
