@@ -8,6 +8,7 @@ to wait for it.
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from rollout import GenerationEngine
+from sync import WeightSync
 from trainer_adapters import AdapterError, PolicyView
 
 TIMEOUT = timedelta(seconds=60)
@@ -98,6 +101,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "fsdp2 with plain tensors": fsdp2_with_plain_tensors,
     "fsdp2 lora": lambda: fsdp2(lora_model()),
 }
+PUBLISHED: dict[str, Callable[[Any], nn.Module]] = {"fsdp1": fsdp1, "fsdp2": fsdp2}
 
 
 def train_step(model: nn.Module, rank: int, backward: bool = True) -> float:
@@ -169,6 +173,20 @@ def run(case: str, store: dist.Store, rank: int) -> dict[str, Any]:
     return result
 
 
+def published(wrap: Callable[[Any], nn.Module], rank: int) -> dict[str, Any]:
+    """Two steps, each published from both ranks to an engine on the first."""
+    model = wrap(tiny_llama().train())
+    with ExitStack() as open_things:
+        engine = open_things.enter_context(GenerationEngine(tiny_llama(), copy_weights=True)) if rank == 0 else None
+        weight_sync = open_things.enter_context(WeightSync([engine] if engine is not None else []))
+        versions = []
+        for _ in range(2):
+            train_step(model, rank)
+            versions.append(weight_sync.publish(PolicyView(model, bucket_bytes=BUCKET_BYTES)).version)
+        held = {} if engine is None else {n: t.detach().clone() for n, t in engine.model.state_dict().items()}
+        return {"versions": versions, "engine": held, "expected": expected_weights(model)}
+
+
 def refused() -> str:
     model = lora_model()
     layer = layers_of(model)[0].self_attn.q_proj
@@ -186,6 +204,8 @@ def main(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     results: dict[str, Any] = {case: run(case, store, rank) for case in CASES}
+    for case, wrap in PUBLISHED.items():
+        results[f"published {case}"] = published(wrap, rank)
     results["refused"] = refused()
     torch.save(deepcopy(results), folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_ranks import CASES, bare_model
+from policy_ranks import CASES, PUBLISHED, bare_model
 
 Seen = list[dict[str, Any]]
 """What each rank saw, by case."""
@@ -113,6 +113,15 @@ def test_cast_rounds_the_whole_tensor_once(seen: Seen, case: str) -> None:
 def test_trainer_is_untouched_and_trains_on(seen: Seen, case: str) -> None:
     assert all(results[case]["untouched"] for results in seen)
     assert all(0 < results[case]["loss_after"] < 20 for results in seen)
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_engine_on_the_first_rank_holds_what_both_ranks_trained(seen: Seen, case: str) -> None:
+    first, second = (results[f"published {case}"] for results in seen)
+    assert first["versions"] == second["versions"] == [1, 2]
+    expected = {plain_name(name): tensor for name, tensor in first["expected"].items()}
+    assert first["engine"].keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in first["engine"].items())
 
 
 def test_adapter_in_another_fsdp1_unit_than_its_base_is_refused(seen: Seen) -> None:

@@ -25,10 +25,13 @@ class Publisher:
             num_bytes=4,
             num_tensors=1,
             stage_s=0.0,
+            send_s=0.0,
             pause_wait_s=0.0,
             commit_s=0.0,
             straddlers=0,
             fenced=(),
+            failures={},
+            overtaken=(),
             transport="in_process",
         )
 
