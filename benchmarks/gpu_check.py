@@ -16,8 +16,8 @@ the same Parameters and these checks:
   of a plain forward under the new weights. The request in flight, which keeps its KV, shows how far off stale KV would be.
 - spans: under marker weights (version k says token k) every token of every rollout carries the version that said it,
   across updates, cancels and preemptions.
-- fencing: a fused optimizer's step outside `update()` ends the requests without a token of the changed weights, fences the
-  engine, and an update brings it back.
+- fencing: a fused optimizer's step outside `update()`, which moves no version counter, is noticed within a few steps, fences
+  the engine and ends the requests; an update brings it back. (No step waits for the comparison, see rollout/probe.py.)
 
 Then tokens/s, how long a pause was waited for and held, and the copy's bandwidth beside the device's own.
 Needs torch 2.11 or newer. Exit code: 0 all passed, 1 something failed or was left out, 2 no such device.
@@ -43,6 +43,7 @@ from rollout import EngineConfig, EngineState, FinishReason, GenerationEngine, R
 
 LIMIT_S = 8 * 60
 WAIT_S = 60.0
+UNNOTICED_STEPS = 4  # between a write that moves no version counter and the step that reads of it
 MARK_OUTSIDE = 77  # what the model says after a change that no update made
 
 WAYS: dict[str, dict[str, object]] = {
@@ -300,15 +301,15 @@ def check_fencing(way: str, engine: GenerationEngine, model: PreTrainedModel, re
     optimizer.step()  # behind the engine's back, without moving a version counter
     optimizer.zero_grad(set_to_none=True)
     rollouts = [future.result(WAIT_S) for future in futures]
-    clean = all(set(rollout.token_ids) <= {said} for rollout in rollouts)
+    late = [sum(token != said for token in rollout.token_ids) for rollout in rollouts]
     ended = all(rollout.finish_reason == FinishReason.ERROR for rollout in rollouts)
     fenced = engine.state == EngineState.FENCED
     with engine.update() as shell:
         become_marker(shell)
         mark(shell, engine.version + 1)
     back = engine.generate([[5, 6]], greedy(4))[0]
-    ok = clean and ended and fenced and back.token_ids == back.versions
-    detail = f"{sum(len(r.token_ids) for r in rollouts)} tokens before it, all clean: {clean}; fenced: {fenced}"
+    ok = max(late) <= UNNOTICED_STEPS and ended and fenced and back.token_ids == back.versions
+    detail = f"noticed after {max(late)} steps; fenced: {fenced}"
     report.check(way, "fencing", ok, detail)
 
 

@@ -16,6 +16,7 @@ from rollout.kernels import kernels
 from rollout.linear import adopt_linear_layers
 from rollout.manager.models import is_tensor_parallel
 from rollout.norms import adopt_norms
+from rollout.probe import Probe, start_on
 
 
 def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedModel:
@@ -65,7 +66,8 @@ class WeightWatch:
 
     It sees in-place operations (by their version counters), re-pointed `.data`, replaced Parameters, and writes that move
     no counter (through `.data`, or by torch's fused optimizers) where they reach the one element per tensor that it
-    remembers: an optimizer's step reaches nearly all of them.
+    remembers: an optimizer's step reaches nearly all of them. On a GPU it sees the last kind a step or two late, for no
+    step waits for it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,14 +75,14 @@ class WeightWatch:
         self._weights = weights_of(module)
         self._names = {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
         self._forms = [(t.shape, t.dtype) for t in self._weights.values()]
+        self._probe = Probe(self._weights.values(), start_on(next(module.parameters()).device))
         self.record()
 
     def record(self) -> None:
         """Takes the present state as the right one."""
         self._counters = [t._version for t in self._weights.values()]
         self.record_addresses()
-        self._elements = [t.detach().view(-1)[t.numel() // 2] for t in self._weights.values() if _can_probe(t)]
-        self._probe = _gather(self._elements)
+        self._probe.record()
 
     def record_addresses(self) -> None:
         """Takes only the present addresses as the right ones."""
@@ -93,7 +95,7 @@ class WeightWatch:
         ):
             if tensor._version != counter or tensor.data_ptr() != address:
                 return name
-        if not torch.equal(_gather(self._elements), self._probe):
+        if self._probe.differs():
             return "a weight (by a fused optimizer, or through .data)"
         return None
 
@@ -169,13 +171,3 @@ def _copy_transient_buffers(model: nn.Module, shell: nn.Module) -> None:
         for attribute, value in vars(ours).items():
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
                 setattr(ours, attribute, getattr(theirs, attribute).detach().clone())
-
-
-def _can_probe(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.is_contiguous()
-
-
-def _gather(elements: list[torch.Tensor]) -> torch.Tensor:
-    """As bits: NaN, which an optimizer may have written, is not equal to itself."""
-    values = torch.stack([e.to(torch.float32) for e in elements]) if elements else torch.empty(0)
-    return values.view(torch.int32)
