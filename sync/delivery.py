@@ -151,8 +151,10 @@ class Delivery:
 
     def _wait(self, calls: "Iterable[Future[UpdateRecord | None]]") -> None:
         pending = list(calls)
+        wake = self._wake
         for call in pending:
-            call.add_done_callback(lambda _: self._wake.set())
+            # not `self`: a future that somebody keeps would keep the staging, too
+            call.add_done_callback(lambda _: wake.set())
         while (pending := [call for call in pending if not call.done()]) and not self._is_overtaken:
             remaining_s = self._deadline.remaining_s() + ANSWER_GRACE_S
             if not self._wake.wait(remaining_s) and self._deadline.remaining_s() == 0:

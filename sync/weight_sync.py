@@ -135,6 +135,7 @@ class WeightSync:
             if not self._closed:
                 self._closed = True
                 self._kept.clear()
+                self._delivery = None  # it holds the staging, too
                 self._router.close()
         finally:
             self._turn.release()

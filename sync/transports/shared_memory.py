@@ -21,6 +21,9 @@ from sync.ticket import Package, TargetStatus
 from sync.transports.base import Link
 from sync.transports.run_folder import RunFolder
 
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+"""The file system, the largest file that this process may write, its user's share."""
+
 
 class SharedMemory:
     """For engines in other processes of this machine: staged into a mapped file that all of them read.
@@ -30,8 +33,9 @@ class SharedMemory:
     to such a parameter never reaches the file or another engine. None: remap where an engine allows it.
 
     A reader holds a lock on the file that it maps, which the kernel lets go of when it dies. The file is written again
-    only when nobody holds one; until then the next version goes into another file. So three files at most: what engines
-    run on, what is staged next, what a slow engine has not left.
+    only when nobody holds one; until then the next version goes into another file, and what is older than the two newest
+    versions loses its name. So three files at most for engines of one kind: what they run on, what is staged next, what
+    one that is slow has not left yet.
     """
 
     name = "shared_memory"
@@ -43,7 +47,7 @@ class SharedMemory:
         self._commit = commit
         self._folder = RunFolder(folder)
         self._files: list[_File] = []
-        self._sent: _File | None = None  # kept whole until the next one is, for whoever comes late
+        self._newest = self._before = 0  # the two versions that were sent last
         self._num_made = 0
 
     def commit_mode(self, status: TargetStatus) -> CommitMode:
@@ -56,11 +60,13 @@ class SharedMemory:
         return self._commit if self._commit is not None else "remap" if status.can_remap else "copy"
 
     def run(self, layout: Layout) -> Tensor:
-        for file in [file for file in self._files if file.layout != layout]:
-            self._files.remove(file)
-            file.remove()
-        unread = (file for file in self._files if file is not self._sent and file.lock_if_unread())
-        return (next(unread, None) or self._make(layout)).run
+        files = [file for file in self._files if file.layout == layout]
+        # The newest stays whole until the next one is, for whoever comes late.
+        sent = max((file for file in files if file.version is not None), key=_version, default=None)
+        unread = (file for file in files if file is not sent and file.lock_if_unread())
+        file = next(unread, None) or self._make(layout)
+        file.version = None
+        return file.run
 
     def _make(self, layout: Layout) -> "_File":
         self._num_made += 1
@@ -72,8 +78,13 @@ class SharedMemory:
         self, package: Package, run: Tensor, links: Sequence[Link], deadline: Deadline
     ) -> Mapping[str, "Future[Any]"]:
         file = next(file for file in self._files if file.run is run)
+        file.version = package.ticket.version
         file.unlock()
-        self._sent = file
+        if file.version != self._newest:
+            self._before, self._newest = self._newest, file.version
+        for old in [old for old in self._files if old.version is not None and old.version < self._before]:
+            self._files.remove(old)
+            old.remove()
         cargo = MappedFile(path=str(file.path), inode=file.inode)
         return {link.name: link.call(accept, package, cargo) for link in links}
 
@@ -131,6 +142,8 @@ class _File:
     def __init__(self, path: Path, layout: Layout, descriptor: int) -> None:
         self.path = path
         self.layout = layout
+        self.version: int | None = None
+        """What was sent in it; None while it is written."""
         self.inode = os.fstat(descriptor).st_ino
         self.run = _map(str(path), layout.num_bytes, shared=True)
         self._descriptor: int | None = descriptor
@@ -146,7 +159,7 @@ class _File:
         except OSError as error:
             os.close(descriptor)
             path.unlink()
-            if error.errno != errno.ENOSPC:
+            if error.errno not in _FULL:
                 raise
             free = shutil.disk_usage(path.parent).free
             raise SyncError(
@@ -172,6 +185,10 @@ class _File:
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _version(file: _File) -> int:
+    return file.version or 0
 
 
 def _map(path: str, num_bytes: int, *, shared: bool) -> Tensor:
