@@ -137,6 +137,11 @@ class Receiver:
         self._own: Tensor | None = None  # kept from one version to the next: fresh pages cost ten times a copy
         self._mapped: OpenCargo | None = None  # what the parameters point into
 
+    @property
+    def claim(self) -> Claim | None:
+        """Of the sender that the engine obeys."""
+        return self._claim
+
     def obey(self, engine: GenerationEngine, claim: Claim | None) -> tuple[Claim | None, int]:
         """Whom this engine obeys from now on, and a version that no sender before that one can exceed any more."""
         with self._lock:
