@@ -58,7 +58,7 @@ class LedgerError(AssertionError):
 class SampleEntry:
     """An outstanding sample. Read it; only the ledger writes."""
 
-    group: "GroupEntry"
+    group: "GroupEntry" = field(repr=False)
     index: int
     state: SampleState = SampleState.QUEUED
     attempt: int = -1
