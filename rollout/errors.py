@@ -11,7 +11,9 @@ RolloutError
 │   ├── WorkerUnreachableError (also TimeoutError)  no answer within the limit; it may be stopped, busy or cut off
 │   ├── WorkerStaleError                    it lacks the fleet's version and serves nothing until a publish reaches it
 │   └── WorkerBusyError                     it holds as many requests and unread results as it may
-└── RolloutStalledError                     a fleet makes no progress; carries the `status()` that says who waits for what
+├── RolloutStalledError                     a fleet makes no progress; carries the `status()` that says who waits for what
+├── StaleRolloutsError                      groups became too old, and `on_stale="raise"` was asked for
+└── PromptsExhaustedError                   every prompt has been handed out and acknowledged
 """
 
 from collections.abc import Mapping
@@ -76,3 +78,12 @@ class RolloutStalledError(RolloutError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class StaleRolloutsError(RolloutError):
+    """Ready groups are older than `max_staleness`; more than one version was published for each batch."""
+
+
+class PromptsExhaustedError(RolloutError):
+    """There is no next batch: every prompt has been trained on, or has ended otherwise. More epochs are
+    `RolloutConfig(num_epochs=...)`."""

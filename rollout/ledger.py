@@ -48,6 +48,7 @@ class Ledger:
         self._groups: dict[int, GroupEntry] = {}  # by number: a prompt has one outstanding group
         self._by_group_state: dict[GroupState, dict[int, GroupEntry]] = {state: {} for state in GroupState}
         self._by_state: dict[SampleState, dict[tuple[int, int], SampleEntry]] = {state: {} for state in SampleState}
+        self._by_worker: dict[str, dict[tuple[int, int], SampleEntry]] = {}  # those that run
 
     # ------------------------------------------------------------------------------------------------------ events
 
@@ -81,6 +82,7 @@ class Ledger:
         sample.attempt += 1
         sample.worker_id = worker_id
         sample.incarnation = incarnation
+        self._by_worker.setdefault(worker_id, {})[sample.group.number, sample.index] = sample
         self.issued["attempts"] += 1
         return sample.attempt
 
@@ -168,6 +170,14 @@ class Ledger:
         """The samples in one state, in the order in which they came to it."""
         return self._by_state[state].values()
 
+    def running_on(self, worker_id: str) -> list[SampleEntry]:
+        """The samples on one worker, in the order of dispatch."""
+        return list(self._by_worker.get(worker_id, {}).values())
+
+    def num_running_on(self, worker_id: str) -> int:
+        """How many samples are on one worker."""
+        return len(self._by_worker.get(worker_id, ()))
+
     def num_groups(self, *states: GroupState) -> int:
         """How many groups are in these states."""
         return sum(len(self._by_group_state[state]) for state in states)
@@ -207,8 +217,10 @@ class Ledger:
         for sample in held:
             known = self._by_state[sample.state].get((sample.group.number, sample.index))
             self._expect(known is sample, f"sample {sample.sample_id} is in two states")
-            running = sample.worker_id is not None
+            running = sample in self.running_on(sample.worker_id) if sample.worker_id is not None else False
             self._expect(running == (sample.state is SampleState.RUNNING), f"{sample.sample_id} runs nowhere")
+        on_workers = sum(len(running) for running in self._by_worker.values())
+        self._expect(on_workers == self.num_samples(SampleState.RUNNING), "a worker runs what has ended")
         for number, group in self._groups.items():
             known_group = self._by_group_state[group.state].get(number)
             self._expect(known_group is group, f"group {group.group_id} is in two states")
@@ -269,6 +281,11 @@ class Ledger:
         self.ended["samples"][ending] += 1
 
     def _end_attempt(self, sample: SampleEntry, ending: AttemptEnding) -> None:
+        assert sample.worker_id is not None
+        running = self._by_worker[sample.worker_id]
+        del running[sample.group.number, sample.index]
+        if not running:
+            del self._by_worker[sample.worker_id]
         sample.worker_id = None
         self.attempts_ended[ending] += 1
 

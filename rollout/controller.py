@@ -1,0 +1,470 @@
+"""`RolloutController`: batches of complete, rewarded groups from a fleet that never stops."""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from transformers import PreTrainedModel
+
+from rollout.collection import GroupWork
+from rollout.config import EngineConfig
+from rollout.coordinator import Coordinator
+from rollout.engine import GenerationEngine
+from rollout.entries import Ending, GroupState
+from rollout.errors import EngineStateError, InvalidRequestError, RolloutStalledError
+from rollout.fleet import Fleet, FleetWorker, Loop
+from rollout.groups import KeepGroup, rewards_differ
+from rollout.lease import Lease
+from rollout.local_fleet import LocalFleet
+from rollout.loop import ThreadLoop
+from rollout.metrics import ledger_metrics
+from rollout.prompts import Prompt, Prompts, Rows, encode_prompt
+from rollout.report import Status
+from rollout.requests import check_limit
+from rollout.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
+from rollout.rollout_config import RolloutConfig
+from rollout.rollout_log import RolloutLog
+from rollout.scoring import Scoring
+from rollout.types import Rollout, SamplingParams
+
+log = logging.getLogger("rollsync")
+
+T = TypeVar("T")
+
+ASK_TIMEOUT_S = 60.0
+"""How long the loop may take to answer what it answers at once."""
+STATE_FORMAT = 1
+
+
+class RolloutController:
+    """Keeps a fleet generating, and hands out what it made.
+
+        with RolloutController(model, prompts, reward_fn, tokenizer=tokenizer) as controller:
+            for step in range(num_steps):
+                with controller.next_batch(timeout_s=600) as lease:
+                    ...train on lease.groups...
+                with controller.update():
+                    optimizer.step()
+
+    `model`: with `num_workers=0` a module, which one engine in this process shares; else a path or an importable factory.
+    A prompt is token ids, text, chat messages, or a dict with "prompt" and columns that become metadata; see
+    `rollout.prompts`. `reward_fn(rollout, text)` returns a number or a RewardResult, or is a coroutine function;
+    `group_reward_fn(rollouts)` returns a list of them instead; without either, rewards are the trainer's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | Callable[[], PreTrainedModel],
+        prompts: "Iterable[Any] | Rows",
+        reward_fn: RewardFn | None = None,
+        *,
+        tokenizer: Any = None,
+        engine: EngineConfig | None = None,
+        config: RolloutConfig | None = None,
+        group_reward_fn: GroupRewardFn | None = None,
+        keep_group: KeepGroup | None = None,
+    ) -> None:
+        """`keep_group(rollouts)`: the dynamic filter, for rules beyond `RolloutConfig.drop_equal_rewards`."""
+        config = config if config is not None else RolloutConfig()
+        engine_config = engine if engine is not None else EngineConfig()
+        if config.num_workers > 0:
+            raise InvalidRequestError(
+                f"num_workers={config.num_workers}: this release has no Ray pool yet; use 0, or RolloutController.over"
+            )
+        if not isinstance(model, PreTrainedModel):
+            raise InvalidRequestError(
+                f"with num_workers=0 the engine lives here and needs a model, got {type(model).__name__}; load it first"
+            )
+        fleet = LocalFleet(GenerationEngine(model, engine_config, tokenizer=tokenizer))
+        self._set_up(
+            fleet,
+            prompts,
+            reward_fn,
+            group_reward_fn=group_reward_fn,
+            keep_group=keep_group,
+            config=config,
+            tokenizer=tokenizer,
+            loop=None,
+            rewards=None,
+        )
+
+    @classmethod
+    def over(
+        cls,
+        fleet: Fleet,
+        prompts: "Iterable[Any] | Rows",
+        reward_fn: RewardFn | None = None,
+        *,
+        tokenizer: Any = None,
+        config: RolloutConfig | None = None,
+        group_reward_fn: GroupRewardFn | None = None,
+        keep_group: KeepGroup | None = None,
+        loop: Loop | None = None,
+        rewards: RewardRunner | None = None,
+    ) -> Self:
+        """A controller over workers of another kind, as those of `rollout.simulate`."""
+        controller = cls.__new__(cls)
+        controller._set_up(
+            fleet,
+            prompts,
+            reward_fn,
+            group_reward_fn=group_reward_fn,
+            keep_group=keep_group,
+            config=config if config is not None else RolloutConfig(),
+            tokenizer=tokenizer,
+            loop=loop,
+            rewards=rewards,
+        )
+        return controller
+
+    def _set_up(
+        self,
+        fleet: Fleet,
+        prompts: "Iterable[Any] | Rows",
+        reward_fn: RewardFn | None,
+        *,
+        group_reward_fn: GroupRewardFn | None,
+        keep_group: KeepGroup | None,
+        config: RolloutConfig,
+        tokenizer: Any,
+        loop: Loop | None,
+        rewards: RewardRunner | None,
+    ) -> None:
+        if keep_group is None and config.drop_equal_rewards:
+            keep_group = rewards_differ
+        self.config = config
+        self.fleet = fleet
+        self._tokenizer = tokenizer
+        self._loop = loop if loop is not None else ThreadLoop()
+        self._rewards = rewards
+        if self._rewards is None:
+            self._rewards = RewardPool(config.reward_concurrency, config.reward_timeout_s)
+        scoring = Scoring(self._rewards, self._loop, reward_fn, group_reward_fn, tokenizer)
+        self._prompts = Prompts(
+            prompts,
+            tokenizer,
+            num_epochs=config.num_epochs,
+            shuffle_seed=config.seed if config.shuffle else None,
+        )
+        self._log = None if config.rollouts_jsonl is None else RolloutLog(Path(config.rollouts_jsonl))
+        self._coordinator = Coordinator(
+            self._loop,
+            self._prompts,
+            scoring,
+            config,
+            keep_group=keep_group,
+            on_end=self._group_ended,
+            on_version=self._version_moved,
+        )
+        self._highest_version = self._read_versions_file()
+        self._life = threading.Lock()
+        self._is_running = False
+        self._has_stopped = False
+        self._pending_state: Mapping[str, Any] | None = None
+
+    # -------------------------------------------------------------------------------------------------- life cycle
+
+    def start(self) -> None:
+        """Starts the workers and begins to generate. `with controller:` does this and the stop."""
+        with self._life:
+            if self._is_running or self._has_stopped:
+                raise EngineStateError("the controller is running already, or was stopped; make a new one")
+            serve_from = self._highest_version + 1 if self._highest_version else 0
+            if self._pending_state is not None:
+                serve_from = self._load(self._pending_state)
+            workers = self.fleet.start(serve_from)
+            self._loop.start(self._coordinator.fail)
+            self._is_running = True
+        for worker in workers:
+            self._ask(lambda worker=worker: self._coordinator.add_worker(worker))  # type: ignore[misc]
+        self._ask(self._coordinator.begin)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends generation. What is outstanding is lost unless `state_dict()` was taken. Safe to call again."""
+        with self._life:
+            was_running, self._is_running, self._has_stopped = self._is_running, False, True
+        if was_running:
+            self._loop.stop(timeout_s)
+            self._coordinator.fail(EngineStateError("the controller was stopped"))
+        assert self._rewards is not None
+        self._rewards.stop(timeout_s)
+        self.fleet.stop(timeout_s)
+        if self._log is not None:
+            self._log.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # ----------------------------------------------------------------------------------------------------- batches
+
+    def next_batch(self, timeout_s: float = 600.0) -> Lease:
+        """The next `prompts_per_step` complete groups. Raises RolloutStalledError, with a `status`, after `timeout_s` or as
+        soon as a watchdog sees that nothing will come; PromptsExhaustedError at the end; whatever is fatal to the fleet.
+        At the end of the prompts the last batch may be short."""
+        timeout_s = check_limit(timeout_s)
+        self._check_running()
+        future: Future[Lease] = Future()
+        began_at = self._loop.now()
+        self._loop.call_soon(lambda: self._coordinator.next_batch(future))
+        try:
+            lease = self._loop.wait(future, timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, RolloutStalledError):
+                raise
+            if not future.cancel():
+                lease = future.result()  # it came at that very moment
+            else:
+                status = self.status()
+                why = "; ".join(status["waits_for"]) or "nothing is known to be missing"
+                raise RolloutStalledError(f"no batch within {timeout_s:g} s: {why}", status) from None
+        except BaseException:
+            # an interrupted caller gets no batch: one that came meanwhile goes back
+            if not future.cancel() and future.exception() is None:
+                future.result().give_back()
+            raise
+        self._coordinator.metrics.waited_s += self._loop.now() - began_at
+        return lease
+
+    def drain(self, timeout_s: float = 600.0) -> None:
+        """Admits no new prompt, and returns when nothing is left to generate or reward. Ready groups can still be handed
+        out; the last batch may be short. `resume()` goes on. RolloutStalledError after `timeout_s`."""
+        self._wait(self._coordinator.drain, check_limit(timeout_s), "draining")
+
+    def resume(self) -> None:
+        """Admits prompts again after `drain()`."""
+
+        def go_on() -> None:
+            self._coordinator.is_draining = False
+            self._coordinator.changed()
+
+        self._ask(go_on)
+
+    def cancel(self, group_id: str) -> None:
+        """Ends a group that has not been handed out: its samples count as cancelled. InvalidRequestError if there is none."""
+        self._ask(lambda: self._coordinator.cancel(group_id))
+
+    def evaluate(
+        self,
+        prompts: Sequence[Any],
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        timeout_s: float = 600.0,
+    ) -> list[Rollout]:
+        """Rollouts of other prompts on the same fleet, between those of training: `num_samples` for each prompt, in order,
+        rewarded by the same function; one that cannot be rewarded says so in `error`. They are in no batch and in no
+        account. A publish through `update()` or `targets()` waits for them, up to `evaluation_wait_s`."""
+        timeout_s = check_limit(timeout_s)
+        params = params if params is not None else self.config.sampling
+        ready: list[Prompt] = []
+        for number, row in enumerate(prompts):
+            try:
+                ids, metadata = encode_prompt(row, self._tokenizer)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"evaluation prompt {number}: {error}") from None
+            ready.append(Prompt(number=number, prompt_id=f"e{number}", prompt_ids=ids, metadata=metadata))
+
+        def begin(future: "Future[list[Rollout]]") -> None:
+            self._coordinator.evaluations.begin(ready, params, num_samples, future)
+            self._coordinator.changed()
+
+        return self._wait(begin, timeout_s, "evaluating")
+
+    # ----------------------------------------------------------------------------------------------------- workers
+
+    @property
+    def version(self) -> int:
+        """The fleet's policy version: the newest that any worker has confirmed."""
+        return self._coordinator.version
+
+    @property
+    def engine(self) -> GenerationEngine:
+        """The engine of `num_workers=0`."""
+        if isinstance(self.fleet, LocalFleet):
+            return self.fleet.engine
+        raise EngineStateError("the engines of this fleet are in other processes; see workers()")
+
+    def workers(self) -> list[FleetWorker]:
+        """Those of the fleet at the moment."""
+        return self._ask(lambda: [seat.worker for seat in self._coordinator.roster.seats.values()])
+
+    def add_worker(self) -> str:
+        """One more worker; returns its id. It serves once it holds the fleet's version."""
+        self._check_running()
+        worker = self.fleet.add_worker(self.version)
+        self._ask(lambda: self._coordinator.add_worker(worker))
+        return worker.worker_id
+
+    def remove_worker(self, worker_id: str, *, timeout_s: float = 60.0) -> None:
+        """Takes a worker out of the fleet and stops it. What it runs goes on elsewhere, from where it is."""
+
+        def note_partials(rollouts: list[Rollout]) -> None:
+            self._coordinator.on_snapshot(worker_id, rollouts)
+
+        seats = self._ask(lambda: dict(self._coordinator.roster.seats))
+        seat = seats.get(worker_id)
+        if seat is None:
+            raise InvalidRequestError(f"no worker {worker_id!r} in the fleet, which has {sorted(seats)}")
+        self._ask(lambda: self._coordinator.remove_worker(worker_id, migrate=False))
+        partials = seat.worker.snapshot()
+        self._ask(lambda: note_partials(partials))
+        self._ask(lambda: self._coordinator.remove_worker(worker_id, migrate=True))
+        seat.worker.stop(check_limit(timeout_s))
+
+    # ---------------------------------------------------------------------------------------------------- accounts
+
+    def status(self) -> Status:
+        """Who waits for what. JSON-safe."""
+        if not self._is_running:
+            return self._coordinator.status()
+        return self._ask(self._coordinator.status)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers by the field's names: `rollout/...`, `reward/...`, `engine/...`, `trainer/...`."""
+        return self._ask(self._metrics)
+
+    def state_dict(self, *, snapshot_timeout_s: float = 30.0) -> dict[str, Any]:
+        """JSON-safe: everything that a run needs to go on elsewhere with no prompt lost and none trained twice: the prompt
+        cursor, what is outstanding with its partial rollouts, ready groups, versions, and the seed. Leases that are out
+        count as not trained: acknowledge, then save this together with the weights."""
+        self._check_running()
+        for worker in self.workers():
+            try:
+                rollouts = worker.snapshot()
+            except Exception as error:  # what it had last time is used
+                log.warning("no snapshot of worker %s for the checkpoint: %s", worker.worker_id, error)
+            else:
+                self._ask(
+                    lambda w=worker.worker_id, r=rollouts: self._coordinator.on_snapshot(w, r)  # type: ignore[misc]
+                )
+        return self._ask(self._state_dict)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint, in a controller that has not started: over the same prompts, with the same seed. The
+        weights must be those that were saved with it; they are called by a version above the highest ever published, and
+        workers serve nothing until they hold it."""
+        if self._is_running or self._has_stopped:
+            raise EngineStateError("load_state_dict() comes before the start: make a new controller, load, then start")
+        if state.get("format") != STATE_FORMAT:
+            raise InvalidRequestError(
+                f"this is no state of a RolloutController, or of another release: {state.get('format')!r}"
+            )
+        mine, saved = self._fingerprint(), state["config"]
+        differing = [
+            f"{name}: {saved.get(name)!r} then, {mine[name]!r} now" for name in mine if mine[name] != saved.get(name)
+        ]
+        if differing:
+            raise InvalidRequestError(f"the checkpoint is of another configuration ({'; '.join(differing)})")
+        self._pending_state = state
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    def _load(self, state: Mapping[str, Any]) -> int:
+        """The version that the checkpoint's weights are called by."""
+        coordinator = self._coordinator
+        numbers = [work["number"] for work in state["works"]["works"]]
+        prompts = self._prompts.rewind(state["cursor"], numbers)
+        coordinator.collection.load_state_dict(state["works"], prompts, now=self._loop.now())
+        highest = max(self._highest_version, state["highest_version"])
+        serve_from = highest + 1 if highest else 0
+        coordinator.collection.rewind(state["policy_version"], serve_from)
+        coordinator.rescore()
+        return serve_from
+
+    def _state_dict(self) -> dict[str, Any]:
+        coordinator = self._coordinator
+        handout = coordinator.handout
+        # a batch has been trained on, and its publish is to come: the weights saved now are those of the next version
+        owed = handout.handed_version == coordinator.version and not handout.leases
+        return {
+            "format": STATE_FORMAT,
+            "config": self._fingerprint(),
+            "cursor": self._prompts.cursor,
+            "policy_version": coordinator.version + int(owed),
+            "highest_version": max(self._highest_version, coordinator.version),
+            "works": coordinator.collection.state_dict(),
+        }
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            "seed": self.config.seed,
+            "shuffle": self.config.shuffle,
+            "group_size": self.config.group_size,
+            "num_prompts": self._prompts.length,
+            "max_new_tokens": self.config.sampling.max_new_tokens,
+        }
+
+    def _metrics(self) -> dict[str, float]:
+        coordinator = self._coordinator
+        ledger = coordinator.collection.ledger
+        attempts = {str(ending): count for ending, count in ledger.attempts_ended.items()}
+        values = coordinator.metrics.as_dict(self._loop.now())
+        values |= ledger_metrics(ledger.counts(), ledger.imbalance(), attempts)
+        values |= {f"rollout/groups_{state}": float(ledger.num_groups(state)) for state in GroupState}
+        values["rollout/late_results"] = float(ledger.late)
+        values["rollout/duplicate_results"] = float(ledger.duplicates)
+        values["engine/version"] = float(coordinator.version)
+        values["engine/idle_share"] = coordinator.roster.idle_share()
+        rates = [seat.tokens_per_s for seat in coordinator.roster.seats.values()]
+        values["engine/tokens_per_s"] = sum(rates)
+        values["engine/tokens_per_s_per_worker"] = sum(rates) / len(rates) if rates else 0.0
+        return values
+
+    def _group_ended(self, work: GroupWork, ending: Ending) -> None:
+        if self._log is not None:
+            self._log.write(work, ending)
+
+    def _version_moved(self, version: int) -> None:
+        self._highest_version = max(self._highest_version, version)
+        if self.config.versions_file is not None:
+            path = Path(self.config.versions_file)
+            beside = path.with_name(path.name + ".new")
+            beside.write_text(json.dumps({"highest_version": self._highest_version}))
+            os.replace(beside, path)
+
+    def _read_versions_file(self) -> int:
+        path = None if self.config.versions_file is None else Path(self.config.versions_file)
+        return int(json.loads(path.read_text())["highest_version"]) if path is not None and path.exists() else 0
+
+    def _check_running(self) -> None:
+        if not self._is_running:
+            raise EngineStateError("the controller is not running; use `with controller:` or controller.start()")
+
+    def _ask(self, function: Callable[[], T]) -> T:
+        """Runs it on the loop."""
+
+        def begin(future: "Future[T]") -> None:
+            try:
+                result = function()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        return self._wait(begin, ASK_TIMEOUT_S, "asking the controller's loop")
+
+    def _wait(self, begin: "Callable[[Future[T]], None]", timeout_s: float, doing: str) -> T:
+        self._check_running()
+        if self._coordinator.fatal is not None and doing != "asking the controller's loop":
+            raise self._coordinator.fatal
+        future: Future[T] = Future()
+        self._loop.call_soon(lambda: begin(future))
+        try:
+            return self._loop.wait(future, timeout_s)
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                return future.result()
+            future.cancel()
+            raise RolloutStalledError(f"{doing} took longer than {timeout_s:g} s", self._coordinator.status()) from None

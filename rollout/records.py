@@ -1,0 +1,45 @@
+"""Rollouts as JSON: for checkpoints, and for the file that a run leaves behind."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rollout.types import FinishReason, Rollout, Timings, VersionSpan
+
+
+def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
+    """JSON-safe, without the metadata, which may be anything."""
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "prompt_id": rollout.prompt_id,
+        "sample_index": rollout.sample_index,
+        "attempt": rollout.attempt,
+        "prompt_ids": rollout.prompt_ids,
+        "token_ids": rollout.token_ids,
+        "logprobs": rollout.logprobs,
+        "loss_mask": rollout.loss_mask,
+        "version_spans": [[span.start, span.version] for span in rollout.version_spans],
+        "prefill_version": rollout.prefill_version,
+        "finish_reason": None if rollout.finish_reason is None else str(rollout.finish_reason),
+        "reward": rollout.reward,
+        "error": rollout.error,
+        "worker_id": rollout.worker_id,
+        "stop_string": rollout.stop_string,
+        "renormalised": rollout.renormalised,
+        "num_reprefills": rollout.num_reprefills,
+        "timings": None if rollout.timings is None else asdict(rollout.timings),
+    }
+
+
+def rollout_from_json(saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> Rollout:
+    """The inverse. ValueError for one that does not agree with itself."""
+    return Rollout(
+        **{
+            **saved,
+            "version_spans": [VersionSpan(start, version) for start, version in saved["version_spans"]],
+            "finish_reason": None if saved["finish_reason"] is None else FinishReason(saved["finish_reason"]),
+            "timings": None if saved["timings"] is None else Timings(**saved["timings"]),
+            "metadata": metadata,
+        }
+    )
