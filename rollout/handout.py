@@ -36,13 +36,14 @@ class HandOut:
         self._now = now
         self._lease_ends = lease_ends
         self._num_leases = 0
+        self._not_before: tuple[int, bool, int] | None = None  # (version, is_last, changes) of the next useful look
 
     @property
     def num_waiting(self) -> int:
         """How many wait for a batch."""
         while self._waiting and self._waiting[0].cancelled():
             self._waiting.popleft()
-        return sum(not future.cancelled() for future in self._waiting)
+        return len(self._waiting)
 
     @property
     def is_awaited(self) -> bool:
@@ -60,6 +61,8 @@ class HandOut:
             ledger = self._collection.ledger
             if ledger.num_groups(GroupState.READY) < self._config.prompts_per_step and not is_last:
                 break
+            if self._is_too_soon(version, is_last):
+                break
             ahead = self._collection.ahead()
             if is_last and not ahead:
                 if self.leases:
@@ -71,12 +74,14 @@ class HandOut:
                 if stale:
                     self.refuse_all(self._too_stale(stale, version))
                     break
-            chosen = self._policy.pick(ahead, version, is_last=is_last)
-            if chosen is None:
+            pick = self._policy.pick(ahead, version, is_last=is_last)
+            if not pick.groups:
+                self._not_before = (version, is_last, self._num_changes() + pick.missing)
                 break
+            self._not_before = None
             future = self._waiting.popleft()
             if future.set_running_or_notify_cancel():
-                future.set_result(self._lease(chosen, version))
+                future.set_result(self._lease(pick.groups, version))
                 handed = True
         return handed
 
@@ -103,6 +108,16 @@ class HandOut:
         """What is known of its tokens is older than it may be."""
         oldest = self._collection.oldest_version(entry)
         return oldest is not None and self._policy.is_too_old(oldest, version)
+
+    def _is_too_soon(self, version: int, is_last: bool) -> bool:
+        """Too few groups have changed for another answer."""
+        looked = self._not_before
+        return looked is not None and looked[:2] == (version, is_last) and self._num_changes() < looked[2]
+
+    def _num_changes(self) -> int:
+        """Grows by one with each group that becomes ready, or ends."""
+        ledger = self._collection.ledger
+        return ledger.num_groups(GroupState.READY) + sum(ledger.ended["groups"].values())
 
     def _lease(self, chosen: list[GroupEntry], version: int) -> Lease:
         now = self._now()

@@ -180,11 +180,17 @@ class Ledger:
 
     def num_groups(self, *states: GroupState) -> int:
         """How many groups are in these states."""
-        return sum(len(self._by_group_state[state]) for state in states)
+        count = 0
+        for state in states:
+            count += len(self._by_group_state[state])
+        return count
 
     def num_samples(self, *states: SampleState) -> int:
         """How many samples are in these states."""
-        return sum(len(self._by_state[state]) for state in states)
+        count = 0
+        for state in states:
+            count += len(self._by_state[state])
+        return count
 
     def counts(self) -> dict[str, int]:
         """Samples by state and ending, and what `issued` of them came to: the terms of the promise."""

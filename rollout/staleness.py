@@ -21,8 +21,9 @@ Everything is computed from what the ledger holds at the moment, never from coun
 is finished but not yet noticed cannot be counted twice.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout.entries import GroupEntry, GroupState
@@ -43,6 +44,16 @@ class Moment:
     """Groups admitted and not handed out, in whatever state."""
     is_awaited: bool
     """Somebody waits for a batch, and nobody holds one: no publish can come before the next hand-out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick:
+    """What the groups ahead make."""
+
+    groups: list[GroupEntry] = field(default_factory=list)
+    """The batch, in canonical order; empty if it is not complete."""
+    missing: int = 0
+    """At least so many groups must become ready, or end, before it can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +88,19 @@ class StalenessPolicy:
         """How many groups may be admitted now."""
         return max(0, self.prompts_per_step * self._handouts_left(moment) - moment.num_ahead)
 
-    def pick(self, ahead: Sequence[GroupEntry], version: int, *, is_last: bool = False) -> list[GroupEntry] | None:
-        """The next batch, in canonical order, or None if there is none yet. `ahead`: the groups not handed out.
-        `is_last`: no other group will ever come, so that a short batch is one too."""
+    def pick(self, ahead: Sequence[GroupEntry], version: int, *, is_last: bool = False) -> Pick:
+        """The next batch, if it is complete. `ahead`: the groups not handed out. `is_last`: no other group will ever come, so
+        that a short batch is one too."""
         size = min(self.prompts_per_step, len(ahead)) if is_last else self.prompts_per_step
         # not canonical order: a group that was renewed is due later than its prompt's number says
         window = sorted(ahead, key=lambda group: (group.start_version, group.order))
         window = window[: size if self.order == "fifo" else self.look_ahead]
         chosen = [group for group in window if group.state is GroupState.READY][:size]
         if not size or len(chosen) < size:
-            return None
-        if self.order == "windowed" and not self._leaves_room(ahead, chosen, version):
-            return None
-        return sorted(chosen, key=lambda group: group.order)
+            return Pick(missing=max(1, size - len(chosen)))
+        if self.order == "windowed" and (missing := self._overdue(ahead, chosen, version)):
+            return Pick(missing=missing)
+        return Pick(groups=sorted(chosen, key=lambda group: group.order))
 
     def is_too_old(self, oldest_version: int, version: int) -> bool:
         """Handed out at `version`, it would be staler than `max_staleness`. Under "windowed" and "fifo" this takes more
@@ -105,14 +116,16 @@ class StalenessPolicy:
             return 1  # the trainer has skipped its publish: waiting for it would never end
         return self.max_staleness
 
-    def _leaves_room(self, ahead: Sequence[GroupEntry], chosen: Sequence[GroupEntry], version: int) -> bool:
-        for due in {group.start_version + self.max_staleness for group in ahead}:
+    def _overdue(self, ahead: Sequence[GroupEntry], chosen: Sequence[GroupEntry], version: int) -> int:
+        """How many more groups the batch must take, at the worst deadline, for the rest to be handed out in time."""
+        wanted, taken = _by_deadline(ahead, self.max_staleness), _by_deadline(chosen, self.max_staleness)
+        most = num_wanted = num_taken = 0
+        for due in sorted(wanted):
+            num_wanted += wanted[due]
+            num_taken += taken[due]
             places_later = self.prompts_per_step * max(0, due - version)
-            wanted = sum(group.start_version + self.max_staleness <= due for group in ahead) - places_later
-            taken = sum(group.start_version + self.max_staleness <= due for group in chosen)
-            if taken < min(wanted, len(chosen)):
-                return False
-        return True
+            most = max(most, min(num_wanted - places_later, len(chosen)) - num_taken)
+        return most
 
 
 def room_in_tokens(
@@ -152,3 +165,7 @@ class Timeline:
             if version < first:
                 version += shift
         return version
+
+
+def _by_deadline(groups: Iterable[GroupEntry], max_staleness: int) -> Counter[int]:
+    return Counter(group.start_version + max_staleness for group in groups)

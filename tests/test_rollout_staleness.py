@@ -23,6 +23,7 @@ class Loop:
         self.handed_version: int | None = None
         self.staleness: list[int] = []
         self.most_ahead = 0
+        self.missing: int | None = None  # the count of changes before which there can be no batch
 
     def ahead(self) -> list[GroupEntry]:
         return sorted(self.ledger.groups(GroupState.OPEN, GroupState.READY), key=lambda group: group.order)
@@ -55,10 +56,19 @@ class Loop:
     def hand_out(self, *, is_awaited: bool = False) -> list[GroupEntry]:
         while True:
             self.admit(is_awaited=is_awaited)
-            batch = self.policy.pick(self.ahead(), self.version)
-            if batch is not None:
+            pick = self.policy.pick(self.ahead(), self.version)
+            batch = pick.groups
+            assert bool(batch) == (pick.missing == 0)
+            if self.missing is not None:
+                changes = len(list(self.ledger.groups(GroupState.READY))) + sum(self.ledger.ended["groups"].values())
+                assert not batch or changes >= self.missing, "it was not that many"
+            if batch:
                 break
+            self.missing = (
+                self.ledger.num_groups(GroupState.READY) + sum(self.ledger.ended["groups"].values()) + pick.missing
+            )
             self.finish_one()
+        self.missing = None
         for group in batch:
             self.ledger.lease(group)
             self.ledger.acknowledge(group)
@@ -132,13 +142,13 @@ def test_a_batch_passes_over_a_slow_group_until_it_is_due() -> None:
     policy = StalenessPolicy(prompts_per_step=1, max_staleness=1)
     slow, quick = ledger.issue(0, 1, version=0), ledger.issue(1, 1, version=0)
     finish(ledger, quick)
-    assert policy.pick([slow, quick], version=0) == [quick]
+    assert policy.pick([slow, quick], version=0).groups == [quick]
     ledger.lease(quick)
     due_later = ledger.issue(2, 1, version=1)
     finish(ledger, due_later)
-    assert policy.pick([slow, due_later], version=1) is None, "slow is due at version 1"
+    assert policy.pick([slow, due_later], version=1).groups == [], "slow is due at version 1"
     finish(ledger, slow)
-    assert policy.pick([slow, due_later], version=1) == [slow]
+    assert policy.pick([slow, due_later], version=1).groups == [slow]
 
 
 def test_strict_fifo_waits_for_the_oldest() -> None:
@@ -147,17 +157,19 @@ def test_strict_fifo_waits_for_the_oldest() -> None:
     groups = [ledger.issue(number, 1, version=0) for number in range(3)]
     finish(ledger, groups[1])
     finish(ledger, groups[2])
-    assert policy.pick(groups, version=0) is None
+    assert policy.pick(groups, version=0).groups == []
     finish(ledger, groups[0])
-    assert policy.pick(groups, version=0) == groups[:2]
+    assert policy.pick(groups, version=0).groups == groups[:2]
 
 
 def test_look_ahead_bounds_what_a_batch_is_chosen_from() -> None:
     ledger = Ledger()
     groups = [ledger.issue(number, 1, version=0) for number in range(4)]
     finish(ledger, groups[3])
-    assert StalenessPolicy(prompts_per_step=1, max_staleness=3, look_ahead=3).pick(groups, version=0) is None
-    assert StalenessPolicy(prompts_per_step=1, max_staleness=3, look_ahead=4).pick(groups, version=0) == [groups[3]]
+    assert StalenessPolicy(prompts_per_step=1, max_staleness=3, look_ahead=3).pick(groups, version=0).groups == []
+    assert StalenessPolicy(prompts_per_step=1, max_staleness=3, look_ahead=4).pick(groups, version=0).groups == [
+        groups[3]
+    ]
 
 
 def test_a_batch_comes_in_canonical_order() -> None:
@@ -167,7 +179,7 @@ def test_a_batch_comes_in_canonical_order() -> None:
     finish(ledger, second)
     finish(ledger, renewed)
     policy = StalenessPolicy(prompts_per_step=2, max_staleness=3)
-    assert policy.pick([second, renewed], version=1) == [renewed, second]
+    assert policy.pick([second, renewed], version=1).groups == [renewed, second]
 
 
 def test_the_last_batch_may_be_short() -> None:
@@ -175,9 +187,9 @@ def test_the_last_batch_may_be_short() -> None:
     group = ledger.issue(0, 1, version=0)
     finish(ledger, group)
     policy = StalenessPolicy(prompts_per_step=4, max_staleness=0)
-    assert policy.pick([group], version=0) is None
-    assert policy.pick([group], version=0, is_last=True) == [group]
-    assert policy.pick([], version=0, is_last=True) is None
+    assert policy.pick([group], version=0).groups == []
+    assert policy.pick([group], version=0, is_last=True).groups == [group]
+    assert policy.pick([], version=0, is_last=True).groups == []
 
 
 def test_an_overdue_crowd_is_handed_out_and_not_waited_on_for_ever() -> None:
@@ -185,7 +197,7 @@ def test_an_overdue_crowd_is_handed_out_and_not_waited_on_for_ever() -> None:
     policy = StalenessPolicy(prompts_per_step=1, max_staleness=0)
     groups = [ledger.issue(number, 1, version=0) for number in range(3)]
     finish(ledger, groups[2])
-    assert policy.pick(groups, version=5) == [groups[2]]
+    assert policy.pick(groups, version=5).groups == [groups[2]]
 
 
 def test_look_ahead_in_tokens_never_starves_the_next_batch() -> None:
