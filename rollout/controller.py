@@ -181,9 +181,7 @@ class RolloutController:
             workers = self.fleet.start(serve_from)
             self._loop.start(self._coordinator.fail)
             self._is_running = True
-        for worker in workers:
-            self._ask(lambda worker=worker: self._coordinator.add_worker(worker))  # type: ignore[misc]
-        self._ask(self._coordinator.begin)
+        self._ask(lambda: self._begin(workers))
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Ends generation. What is outstanding is lost unless `state_dict()` was taken. Safe to call again."""
@@ -370,6 +368,12 @@ class RolloutController:
         self._pending_state = state
 
     # ------------------------------------------------------------------------------------------------------- inside
+
+    def _begin(self, workers: Sequence[FleetWorker]) -> None:
+        # in one callback: the first worker alone would get all the work there is
+        for worker in workers:
+            self._coordinator.add_worker(worker)
+        self._coordinator.begin()
 
     def _load(self, state: Mapping[str, Any]) -> int:
         """The version that the checkpoint's weights are called by."""
