@@ -1,6 +1,10 @@
-"""Rollouts from a model whose weights change while it generates. See `GenerationEngine`."""
+"""Rollouts from a model whose weights change while it generates.
+
+See `GenerationEngine` for one engine, and `RolloutController` for batches of complete, rewarded groups.
+"""
 
 from rollout.config import EngineConfig
+from rollout.controller import RolloutController
 from rollout.engine import GenerationEngine
 from rollout.errors import (
     EngineDeadError,
@@ -8,15 +12,21 @@ from rollout.errors import (
     EngineStateError,
     InvalidRequestError,
     PauseTimeoutError,
+    PromptsExhaustedError,
     RolloutError,
     RolloutStalledError,
+    StaleRolloutsError,
     WorkerBusyError,
     WorkerDiedError,
     WorkerError,
     WorkerStaleError,
     WorkerUnreachableError,
 )
+from rollout.groups import RolloutGroup
+from rollout.lease import Lease
 from rollout.meters import PauseWaits, StepTimes
+from rollout.rewards import RewardError, RewardResult
+from rollout.rollout_config import RolloutConfig
 from rollout.status import EngineState, EngineStats, UpdateRecord
 from rollout.types import FinishReason, Rollout, SamplingParams, Timings, VersionSpan
 
@@ -30,12 +40,20 @@ __all__ = [
     "FinishReason",
     "GenerationEngine",
     "InvalidRequestError",
+    "Lease",
     "PauseTimeoutError",
     "PauseWaits",
+    "PromptsExhaustedError",
+    "RewardError",
+    "RewardResult",
     "Rollout",
+    "RolloutConfig",
+    "RolloutController",
     "RolloutError",
+    "RolloutGroup",
     "RolloutStalledError",
     "SamplingParams",
+    "StaleRolloutsError",
     "StepTimes",
     "Timings",
     "UpdateRecord",

@@ -4,12 +4,14 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from rollout.collection import GroupWork
@@ -31,6 +33,7 @@ from rollout.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
 from rollout.rollout_config import RolloutConfig
 from rollout.rollout_log import RolloutLog
 from rollout.scoring import Scoring
+from rollout.targets import FleetTarget
 from rollout.types import Rollout, SamplingParams
 
 log = logging.getLogger("rollsync")
@@ -193,6 +196,8 @@ class RolloutController:
         assert self._rewards is not None
         self._rewards.stop(timeout_s)
         self.fleet.stop(timeout_s)
+        if was_running:
+            self._loop.join(timeout_s)
         if self._log is not None:
             self._log.close()
 
@@ -293,6 +298,34 @@ class RolloutController:
         if isinstance(self.fleet, LocalFleet):
             return self.fleet.engine
         raise EngineStateError("the engines of this fleet are in other processes; see workers()")
+
+    @contextmanager
+    def update(self, version: int | None = None, timeout_s: float = 30.0) -> Iterator[nn.Module]:
+        """The live update of `num_workers=0`, as `engine.update`: after the evaluations that are under way, up to
+        `evaluation_wait_s`, so that each result is of one version."""
+        engine = self.engine
+        coordinator = self._coordinator
+        (worker_id,) = coordinator.roster.seats
+        clear: Future[None] = Future()
+
+        def go() -> None:
+            clear.set_result(None)
+
+        self._ask(lambda: coordinator.evaluations.before_commit(worker_id, go))
+        try:
+            try:
+                self._loop.wait(clear, self.config.evaluation_wait_s)
+            except TimeoutError:
+                self._ask(lambda: coordinator.evaluations.stop_waiting(go))
+            with engine.update(version, timeout_s) as model:
+                yield model
+        finally:
+            self._ask(lambda: coordinator.evaluations.after_commit(worker_id))
+        self._ask(coordinator.refresh)
+
+    def targets(self) -> list[FleetTarget]:
+        """The workers, for `sync.WeightSync`."""
+        return [FleetTarget(worker, self._coordinator) for worker in self.workers()]
 
     def workers(self) -> list[FleetWorker]:
         """Those of the fleet at the moment."""

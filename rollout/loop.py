@@ -71,7 +71,6 @@ class ThreadLoop:
 
     def stop(self, timeout_s: float) -> None:
         """What is waiting to run is forgotten."""
-        deadline = time.monotonic() + timeout_s
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -79,6 +78,9 @@ class ThreadLoop:
             self._thread.join(timeout_s)
         for link in self._links:
             link.close()
+
+    def join(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         for link in self._links:
             link.join(max(0.0, deadline - time.monotonic()))
 

@@ -68,6 +68,9 @@ class VirtualLoop:
         self._soon.clear()
         self._later.clear()
 
+    def join(self, timeout_s: float) -> None:
+        """It has no threads."""
+
     def _run_one(self, deadline: float) -> bool:
         if self._soon:
             callback = self._soon.popleft()

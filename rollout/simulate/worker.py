@@ -161,6 +161,9 @@ class SimulatedWorker:
     def on_join(self, callback: Callable[["SimulatedWorker"], None]) -> None:
         self._on_join.append(callback)
 
+    def require_version(self, version: int) -> None:
+        self._serve_from = max(self._serve_from, version)
+
     def restart(self, *, serve_from_version: int | None = None) -> None:
         if self._state is not WorkerState.DEAD:
             self.die("it was restarted", tell=False)
