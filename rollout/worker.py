@@ -318,10 +318,13 @@ class Worker:
                 "host": self._now.host,
                 "incarnation": self._now.number,
                 "serve_from": self._serve_from,
+                "read_up_to": self._now.read_up_to,
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        read_up_to = state.pop("read_up_to")
         self.__init__(**state)  # type: ignore[misc]
+        self._now.read_up_to = read_up_to
         self._is_owner = False
 
     def __repr__(self) -> str:

@@ -125,9 +125,11 @@ def test_a_batch_runs_but_for_the_items_that_cannot_work(shared: Worker) -> None
 
 
 def test_polls_that_wait_wake_with_the_first_result_and_a_call_is_not_behind_them(shared: Worker) -> None:
+    shared.submit([item("before")])
+    read(shared, 1)  # and the copy knows that
     copy: Worker = pickle.loads(pickle.dumps(shared))  # so that as many polls wait as there are threads for polls
     with ThreadPoolExecutor(2) as pool:
-        polls = [pool.submit(handle.poll, 8, 500.0) for handle in (shared, copy)]
+        polls = [pool.submit(handle.poll, 8, 60.0) for handle in (shared, copy)]
         assert shared.call(worker_jobs.version_of).result(20) == 0
         assert shared.snapshot() == []
         assert not any(poll.done() for poll in polls)
@@ -260,7 +262,7 @@ def test_a_killed_process_fails_all_who_wait_for_it_and_the_next_incarnation_is_
     victim.on_join(on_join)
     call = victim.call(worker_jobs.block)
     with ThreadPoolExecutor(1) as pool:
-        poll = pool.submit(victim.poll, 8, 500.0)
+        poll = pool.submit(victim.poll, 8, 60.0)
         send(victim, signal.SIGKILL)
         for waiting in (call, poll):
             with pytest.raises(WorkerDiedError, match="victim"):
