@@ -2,6 +2,7 @@
 
 from sync.config import SyncConfig
 from sync.errors import ManifestError, SyncError, SyncTimeoutError
+from sync.lora import MergedLora
 from sync.manifest import TensorSpec
 from sync.report import SyncReport
 from sync.source import WeightSource
@@ -9,6 +10,7 @@ from sync.weight_sync import WeightSync
 
 __all__ = [
     "ManifestError",
+    "MergedLora",
     "SyncConfig",
     "SyncError",
     "SyncReport",

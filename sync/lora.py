@@ -18,7 +18,37 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 
-class MergedLora:
+class ModuleWeights:
+    """A WeightSource over a whole module, bare or inside DDP or `torch.compile`: each parameter and persistent buffer once,
+    under the name that the bare module gives it; adapters as in `MergedLora`.
+
+    Raises SyncError, in `specs()` as in `tensors()`, for quantised or sharded weights (`trainer_adapters.PolicyView`
+    gathers those), and for adapters that cannot be merged.
+    """
+
+    def __init__(self, module: nn.Module, adapter: str | None = None) -> None:
+        self._module = module
+        self._adapter = adapter
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {export.name: export.spec for export in self._exports()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for export in self._exports():
+            yield export.name, export.compute(export.parts, export.base.dtype)
+
+    def _exports(self) -> list[Export]:
+        # Made anew each time: the trainer may have switched, scaled, merged or disabled adapters since.
+        exports = merged_exports(self._module, self._adapter)
+        for export in exports:
+            if any(isinstance(part, DTensor) or hasattr(part, "ds_shape") for part in export.parts):
+                raise SyncError(
+                    f"{export.name} is sharded; publish trainer_adapters.PolicyView(model), which gathers it"
+                )
+        return exports
+
+
+class MergedLora(ModuleWeights):
     """A WeightSource over a model with LoRA adapters, bare or inside DDP or `torch.compile`: each base tensor under the
     name that it has without the adapter, `W + scale * (B @ A)` where there is one.
 
@@ -39,26 +69,10 @@ class MergedLora:
     """
 
     def __init__(self, module: nn.Module, adapter: str | None = None) -> None:
-        self._module = module
-        self._adapter = adapter
+        super().__init__(module, adapter)
         if not tuner_modules(module):
             raise SyncError(f"{type(module).__name__} has no adapter layers; publish the module itself")
         self._exports()
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {export.name: export.spec for export in self._exports()}
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for export in self._exports():
-            yield export.name, export.compute(export.parts, export.base.dtype)
-
-    def _exports(self) -> list[Export]:
-        # Made anew each time: the trainer may have switched, scaled, merged or disabled adapters since.
-        exports = merged_exports(self._module, self._adapter)
-        for export in exports:
-            if any(isinstance(part, DTensor) or hasattr(part, "ds_shape") for part in export.parts):
-                raise SyncError(f"{export.name} is sharded; publish PolicyView(model), which gathers it")
-        return exports
 
 
 def merged_exports(module: nn.Module, adapter: str | None = None) -> list[Export]:

@@ -6,7 +6,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from sync.errors import SyncError
-from sync.manifest import TensorSpec, held_tensors
+from sync.lora import ModuleWeights
+from sync.manifest import TensorSpec
 
 
 @runtime_checkable
@@ -41,9 +42,9 @@ class TensorMap:
 
 def as_source(source: Source) -> WeightSource | Iterable[tuple[str, Tensor]]:
     """The source as a WeightSource where its names are known beforehand, else the bare iterable that it is. A module
-    offers each of its parameters and persistent buffers once, under the first of its names."""
+    offers each of its parameters and persistent buffers once, as the bare module names it, with adapters merged."""
     if isinstance(source, nn.Module):
-        return TensorMap({held.names[0]: held.tensor for held in held_tensors(source)})
+        return ModuleWeights(source)
     if isinstance(source, Mapping):
         return TensorMap(source)
     if isinstance(source, WeightSource):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from sync import ManifestError, SyncError, TensorSpec
+from sync import ManifestError, SyncError, TensorSpec, WeightSource
 from sync.layout import Layout, empty_run
 from sync.manifest import Manifest, held_tensors
-from sync.source import TensorMap, as_source
+from sync.source import as_source
 from sync.staging import Staging
 
 
@@ -88,7 +88,7 @@ def test_state_that_is_no_tensor_is_refused() -> None:
 
 def test_module_offers_a_tied_weight_once() -> None:
     source = as_source(Tied())
-    assert isinstance(source, TensorMap)
+    assert isinstance(source, WeightSource)
     assert list(source.specs()) == ["scale", "embed.weight"]
 
 

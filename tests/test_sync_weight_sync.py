@@ -35,6 +35,8 @@ PROMPT = [5, 17, 33, 8]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=())
 SOURCES: dict[str, Callable[[nn.Module], Any]] = {
     "module": lambda model: model,
+    "compiled": torch.compile,
+    "data_parallel": nn.DataParallel,
     "dict": lambda model: model.state_dict(),
     "weight_source": lambda model: TensorMap(dict(model.named_parameters())),
     "iterable": lambda model: iter(model.named_parameters()),
