@@ -24,6 +24,7 @@ from transport_helpers import (
     num_fds,
     num_threads,
     sealed,
+    signal_in_broadcast,
     version_of,
     wide_llama,
 )
@@ -37,7 +38,7 @@ from sync.manifest import Manifest
 from sync.place import Deadline
 from sync.receiver import commit, forget, hello, receive
 from sync.run_record import next_claim
-from sync.transports import ObjectStore
+from sync.transports import Collective, ObjectStore
 from sync.transports.object_store import StoredBucket
 
 pytestmark = pytest.mark.ray
@@ -258,25 +259,37 @@ def test_a_stopped_worker_is_given_up_within_the_limit_holds_up_nobody_twice_and
 
 @ray.remote(num_cpus=0)  # type: ignore[misc]
 class Sender:
-    """A trainer in a process of its own, that is killed before its `count`th call of `name`."""
+    """A trainer in a process of its own, that is killed before its `count`th call of `name`, or broadcast."""
 
-    def publish(self, workers: list[Worker], seed: int, name: str, count: int) -> None:
+    def publish(self, workers: list[Worker], seed: int, make: Callable[[], Any], name: str, count: int) -> None:
         die = At(name, count, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        if name == "broadcast":
+            signal_in_broadcast(None, count, signal.SIGKILL)
         targets = [workers[0], SpyTarget(workers[1], die)]
-        WeightSync(targets, ObjectStore(), SYNC).publish(wide_llama(seed))
+        WeightSync(targets, make(), SYNC).publish(wide_llama(seed))
 
 
-@pytest.mark.parametrize(("name", "count"), [("begin", 1), ("receive", 4), ("commit", 1)])
+def short_collective() -> Collective:
+    return Collective(operation_timeout_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "count"),
+    [
+        *((ObjectStore, name, count) for name, count in (("begin", 1), ("receive", 4), ("commit", 1))),
+        *((short_collective, name, count) for name, count in (("_take_part", 1), ("broadcast", 4))),
+    ],
+)
 def test_a_sender_killed_at_any_point_leaves_workers_that_the_next_one_reaches(
-    workers: list[Worker], name: str, count: int
+    workers: list[Worker], make: Callable[[], Any], name: str, count: int
 ) -> None:
     before = [worker.call(version_of).result(30) for worker in workers]
     sender = Sender.remote()
     with pytest.raises(ray.exceptions.ActorDiedError):
-        ray.get(sender.publish.remote(workers, 9, name, count), timeout=60)
+        ray.get(sender.publish.remote(workers, 9, make, name, count), timeout=60)
     after = [worker.call(version_of).result(30) for worker in workers]
     assert after[1] == before[1]
-    with WeightSync(workers, ObjectStore(), SYNC) as weight_sync:
+    with WeightSync(workers, make(), SYNC) as weight_sync:
         report = weight_sync.publish(wide_llama(10))
         assert report.version == max(after) + 1
         assert report.fenced == ()

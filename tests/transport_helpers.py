@@ -1,5 +1,6 @@
 """What the tests of transports share. Other processes import this module, too."""
 
+import itertools
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from sync.link import Link
 from sync.manifest import held_tensors
 from sync.ticket import Claim, Package, Ticket
 from sync.transports.base import Transport
+from sync.transports.broadcast_group import BroadcastGroup
 
 CLAIM = Claim(run_id="run", epoch=1, sender="test")
 
@@ -133,3 +135,29 @@ class At:
             self._left -= 1
             if self._left == 0:
                 self._act()
+
+
+def signal_in_broadcast(_: Any, count: int, which: signal.Signals) -> None:
+    """This process gets a signal before its `count`th broadcast from now on."""
+    broadcast = BroadcastGroup.broadcast
+    numbers = itertools.count(1)
+
+    def signalled(group: BroadcastGroup, part: Tensor) -> None:
+        if next(numbers) == count:
+            os.kill(os.getpid(), which)
+        broadcast(group, part)
+
+    BroadcastGroup.broadcast = signalled  # type: ignore[method-assign]
+
+
+def flip_in_broadcast(_: Any, count: int) -> None:
+    """In this process the `count`th broadcast from now on arrives with other bytes."""
+    broadcast = BroadcastGroup.broadcast
+    numbers = itertools.count(1)
+
+    def flipped(group: BroadcastGroup, part: Tensor) -> None:
+        broadcast(group, part)
+        if next(numbers) == count:
+            part[0] ^= 1
+
+    BroadcastGroup.broadcast = flipped  # type: ignore[method-assign]

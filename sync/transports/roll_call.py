@@ -48,9 +48,16 @@ class RollCall:
         """It has the version."""
         self._end(link).set_result(None)
 
-    def wait(self, calls: Mapping[Link, "Future[Any]"], limit_s: float, what: str) -> dict[Link, Any]:
+    def wait(
+        self,
+        calls: Mapping[Link, "Future[Any]"],
+        limit_s: float,
+        what: str,
+        *,
+        forgiven: type[Exception] | tuple[()] = (),
+    ) -> dict[Link, Any]:
         """The results of those present, as soon as each has answered or `limit_s` is over. Who fails, or is late, is
-        present no longer."""
+        present no longer, but for failures that are `forgiven`: they have no result."""
         calls = {link: call for link, call in calls.items() if link in self.present}
         limit_s = min(limit_s, self._deadline.remaining_s())
         wait_for(calls.values(), timeout=limit_s)
@@ -60,7 +67,8 @@ class RollCall:
                 self._unanswered.add(link, call)
                 self.fail(link, SyncTimeoutError(f"it did not answer {what} within {limit_s:g} s"))
             elif (error := failure_of(call)) is not None:
-                self.fail(link, error)
+                if not isinstance(error, forgiven):
+                    self.fail(link, error)
             else:
                 results[link] = call.result()
         return results
