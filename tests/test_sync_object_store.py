@@ -276,8 +276,11 @@ def short_collective() -> Collective:
 @pytest.mark.parametrize(
     ("make", "name", "count"),
     [
-        *((ObjectStore, name, count) for name, count in (("begin", 1), ("receive", 4), ("commit", 1))),
-        *((short_collective, name, count) for name, count in (("_take_part", 1), ("broadcast", 4))),
+        (ObjectStore, "receive", 4),
+        (short_collective, "broadcast", 4),
+        pytest.param(ObjectStore, "begin", 1, marks=pytest.mark.slow),
+        pytest.param(ObjectStore, "commit", 1, marks=pytest.mark.slow),
+        pytest.param(short_collective, "_take_part", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_sender_killed_at_any_point_leaves_workers_that_the_next_one_reaches(
