@@ -6,6 +6,8 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +75,15 @@ def num_fds(_: Any = None) -> int:
 
 def num_threads(_: Any = None) -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def num_gloo_threads(_: Any = None) -> int:
+    tasks = Path("/proc/self/task")
+    count = 0
+    for task in tasks.iterdir():
+        with suppress(FileNotFoundError):  # it ended meanwhile
+            count += "gloo" in (task / "comm").read_text()
+    return count
 
 
 def die_at_next_open(_: GenerationEngine, part: str) -> None:
