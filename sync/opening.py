@@ -99,9 +99,9 @@ class Opener:
         """Ask every target what it holds. Those that fail now are left out; one that is merely late is not, if it has
         answered before."""
         asked = {link: link.ask(claim) for link in self._links}
-        wait_for(asked.values(), timeout=min(KNOWN_TARGET_S, deadline.remaining_s() / 2))
+        # Half of what is left: one that is stopped must not use up the time of the others.
+        wait_for(asked.values(), timeout=min(KNOWN_TARGET_S, self._config.open_timeout_s, deadline.remaining_s() / 2))
         strangers = [answer for link, answer in asked.items() if link.status is None]
-        # Half of what is left: one stopped target must not use up the time of the others.
         wait_for(strangers, timeout=min(self._config.open_timeout_s, deadline.remaining_s() / 2))
         failures: dict[str, BaseException] = {}
         for link, answer in asked.items():
