@@ -1,7 +1,7 @@
 """What a weight sync knows of one target."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,6 +33,48 @@ class FencingTarget(Target, Protocol):
 
     def require_version(self, version: int) -> None:
         """It takes no request below this version from now on, also after it has come back."""
+
+
+@runtime_checkable
+class TargetGroup(Protocol):
+    """Targets that come and go, such as a controller's workers."""
+
+    def targets(self) -> "Sequence[NamedTarget]":
+        """Those of the moment."""
+
+
+class NamedTarget(Target, Protocol):
+    """A target with a name that stays, also when the object that stands for it is another one."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+
+class Links(list["Link"]):
+    """The links of a weight sync; those of groups follow their members at each `refresh`."""
+
+    def __init__(self, targets: "Sequence[Target | TargetGroup]", on_new: "Callable[[Link], None]") -> None:
+        super().__init__()
+        self._groups = [target for target in targets if isinstance(target, TargetGroup)]
+        self._on_new = on_new
+        single = [target for target in targets if not isinstance(target, TargetGroup)]
+        self._add([(_name_of(target, index), target) for index, target in enumerate(single)])
+        self._of_groups: set[str] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Who has joined a group is linked, who has left it is not any more."""
+        members = {target.worker_id: target for group in self._groups for target in group.targets()}
+        self[:] = [link for link in self if link.name not in self._of_groups or link.name in members]
+        known = {link.name for link in self}
+        self._of_groups = set(members)
+        self._add([(name, target) for name, target in members.items() if name not in known])
+
+    def _add(self, named: "Sequence[tuple[str, Target]]") -> None:
+        for name, target in named:
+            link = Link(name, target)
+            self.append(link)
+            self._on_new(link)
 
 
 class Link:
@@ -73,3 +115,7 @@ class Link:
     def is_inside_update(self) -> bool:
         """Whether the calling thread is inside this target's own update, where waiting for it would never end."""
         return isinstance(self.target, GenerationEngine) and self.target.is_inside_update
+
+
+def _name_of(target: Target, index: int) -> str:
+    return str(getattr(target, "worker_id", f"engine[{index}]"))

@@ -98,6 +98,8 @@ class Opener:
     def _ask(self, deadline: Deadline, claim: Claim | None) -> dict[str, BaseException]:
         """Ask every target what it holds. Those that fail now are left out; one that is merely late is not, if it has
         answered before."""
+        if not self._links:
+            raise SyncError("there is no target to publish to: the controller has no worker at the moment")
         asked = {link: link.ask(claim) for link in self._links}
         # Half of what is left: one that is stopped must not use up the time of the others.
         wait_for(asked.values(), timeout=min(KNOWN_TARGET_S, self._config.open_timeout_s, deadline.remaining_s() / 2))

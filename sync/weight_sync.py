@@ -19,7 +19,7 @@ from sync.config import SyncConfig, check_seconds
 from sync.delivery import Delivery, Outcome, Shipment
 from sync.errors import SyncError, SyncTimeoutError
 from sync.kept import Kept, Key
-from sync.link import JoiningTarget, Link, Target
+from sync.link import JoiningTarget, Link, Links, Target, TargetGroup
 from sync.manifest import held_tensors
 from sync.opening import Opener, Opening, nobody
 from sync.place import Deadline
@@ -54,20 +54,19 @@ class WeightSync:
 
     def __init__(
         self,
-        targets: Target | Sequence[Target],
+        targets: Target | TargetGroup | Sequence[Target | TargetGroup],
         transport: Transport | None = None,
         config: SyncConfig | None = None,
     ) -> None:
-        """`transport`: how the bytes travel; None chooses for each target by where it is. It is closed with this object.
-        On ranks other than the first, `targets` may be empty and is not used."""
+        """`targets`: engines, workers, and controllers, whose workers of the moment count at each publish; on ranks other
+        than the first it may be empty and is not used. `transport`: how the bytes travel; None chooses for each target by
+        where it is. It is closed with this object."""
         self._config = config if config is not None else SyncConfig()
         self._ranks = ranks_of_this_process()
         targets = list(targets) if isinstance(targets, Sequence) else [targets]
         if self._ranks.leads and not targets:
             raise SyncError("targets must hold at least one engine, got none")
-        self._links = [Link(_name_of(target, index), target) for index, target in enumerate(targets)]
         self._router = Router(transport, self._config.bucket_bytes)
-        self._opener = Opener(self._links, self._router, self._config)
         self._kept = Kept()
         self._turn = Lock()  # held from the start of a stage until its delivery has ended: both use the staging
         self._order = Lock()  # for the two below
@@ -76,9 +75,9 @@ class WeightSync:
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync")
         self._joiner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-join")
         self._closed = False
-        for link in self._links if self._ranks.leads else []:
-            if isinstance(link.target, JoiningTarget):
-                link.target.on_join(partial(self._bring_up_later, link))
+        # last: a target that needs weights now asks for them at once, on a thread of its own
+        self._links = Links(targets if self._ranks.leads else [], self._listen)
+        self._opener = Opener(self._links, self._router, self._config)
 
     @overload
     def publish(
@@ -181,6 +180,7 @@ class WeightSync:
             offer = as_source(source)
             specs = offer.specs() if isinstance(offer, WeightSource) else None
             if self._ranks.leads:
+                self._links.refresh()
                 opening = self._opener.open(version, self._kept.version, deadline)
                 if specs is not None:
                     for route in opening.routes:
@@ -295,6 +295,10 @@ class WeightSync:
 
     # ---------------------------------------------------------------------------------------------------------- join
 
+    def _listen(self, link: Link) -> None:
+        if isinstance(link.target, JoiningTarget):
+            link.target.on_join(partial(self._bring_up_later, link))
+
     def _bring_up_later(self, link: Link, _: Target) -> None:
         if not self._closed:
             self._joiner.submit(self._bring_up, link)
@@ -336,10 +340,6 @@ class _Staged:
     num_tensors: int
     stage_s: float
     staged_at: float
-
-
-def _name_of(target: Target, index: int) -> str:
-    return str(getattr(target, "worker_id", f"engine[{index}]"))
 
 
 def _lacks(link: Link, version: int) -> bool:

@@ -181,6 +181,37 @@ def test_each_engine_gets_the_weights_in_its_own_dtype() -> None:
         assert_equal(weights(engines[1].model), weights(deepcopy(trainer).bfloat16()))
 
 
+def test_members_of_a_group_are_those_of_the_moment_of_each_publish() -> None:
+    class Member:
+        def __init__(self, name: str, engine: GenerationEngine) -> None:
+            self.worker_id, self.engine = name, engine
+
+        def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+            return self.engine.call(function, *args)
+
+    class Group:
+        def __init__(self) -> None:
+            self.engines: dict[str, GenerationEngine] = {}
+
+        def targets(self) -> list[Member]:
+            return [Member(name, engine) for name, engine in self.engines.items()]
+
+    trainer, group = tiny_llama(seed=1), Group()
+    with own(tiny_llama()) as first, own(tiny_llama()) as second, WeightSync(group) as weight_sync:
+        with pytest.raises(SyncError, match="no worker at the moment"):
+            weight_sync.publish(trainer)
+        group.engines["a"] = first
+        weight_sync.publish(trainer)
+        assert [first.version, second.version] == [1, 0]
+        group.engines["b"] = second
+        weight_sync.publish(trainer)
+        assert [first.version, second.version] == [2, 2]
+        del group.engines["a"]
+        assert weight_sync.publish(trainer).fenced == ()
+        assert [first.version, second.version] == [2, 3]
+        assert_equal(weights(second.model), weights(trainer))
+
+
 def test_persistent_buffers_travel_too() -> None:
     def with_buffer(value: float) -> nn.Module:
         module = nn.Linear(2, 2)
