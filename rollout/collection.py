@@ -3,6 +3,7 @@
 Knows nothing of workers, threads or time; the coordinator tells it what came and sends out what it queues.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,8 @@ from rollout.rollout_config import RolloutConfig
 from rollout.staleness import Timeline
 from rollout.types import Rollout
 from rollout.wire import Finished, WorkItem
+
+SAMPLE_ID = re.compile(r"g([0-9]+)(?:r([0-9]+))?-([0-9]+)")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -320,11 +323,8 @@ class Collection:
 
 def parse_sample_id(sample_id: str) -> tuple[int, int, int] | None:
     """(prompt number, round, sample index) of an id that this package made; None for another's."""
-    group, _, index = sample_id.rpartition("-")
-    number, _, round = group[1:].partition("r")
-    if not (group[:1] == "g" and number.isdecimal() and index.isdecimal() and (not round or round.isdecimal())):
-        return None
-    return int(number), int(round or 0), int(index)
+    match = SAMPLE_ID.fullmatch(sample_id)
+    return None if match is None else (int(match[1]), int(match[2] or 0), int(match[3]))
 
 
 def _can_go_on(rollout: Rollout, max_new_tokens: int) -> bool:

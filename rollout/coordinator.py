@@ -197,6 +197,7 @@ class Coordinator:
             return
         log.warning("worker %s is lost: %s", worker_id, error)
         self.metrics.num_worker_deaths += 1
+        seat.is_lost = True
         seat.reason = str(error)
         seat.tokens_per_s = 0.0
         for sample in self.collection.ledger.running_on(worker_id):
@@ -220,8 +221,7 @@ class Coordinator:
         """It serves again once it holds the fleet's version."""
         seat = self.roster.seats.get(worker_id)
         if seat is not None:
-            seat.num_tokens, seat.suspect_since = 0, None
-            seat.state = WorkerState.STALE  # from now on its health says
+            seat.num_tokens, seat.suspect_since, seat.is_lost = 0, None, False
             self._look_at(seat)
             self.changed()
 
@@ -452,8 +452,7 @@ class Coordinator:
     def _look_at(self, seat: Seat) -> None:
         health = seat.worker.health()
         moved = health.version > seat.version or health.state is not seat.state
-        # between a death and the next incarnation the worker itself does not know what becomes of it
-        if seat.state not in (WorkerState.RESTARTING, WorkerState.DEAD):
+        if not seat.is_lost:
             seat.state = health.state
         seat.version, seat.incarnation = health.version, health.incarnation
         self._seen_version = max(self._seen_version, health.version)

@@ -19,7 +19,14 @@ from rollout.errors import (
 from rollout.lease import Lease
 from rollout.rewards import RewardResult
 from rollout.rollout_config import RolloutConfig
-from rollout.simulate import ConstantLengths, Faults, LogNormalLengths, SimulatedFleet, SimulatedTrainer
+from rollout.simulate import (
+    ConstantLengths,
+    Faults,
+    LogNormalLengths,
+    SimulatedFleet,
+    SimulatedTrainer,
+    SimulatedWorker,
+)
 
 TAIL = LogNormalLengths(mean=100, sigma=1.0, longest=800)
 PROMPTS = [[2 + n % 50, 3] for n in range(1000)]
@@ -520,6 +527,7 @@ def test_a_run_killed_anywhere_goes_on_and_trains_every_prompt_once(seed: int) -
                     return
                 check_rollouts(lease)
                 check_books(controller)
+                assert all(len(group) == 4 for group in lease.groups)
                 assert lease.version >= highest, "versions go on above the highest ever published"
                 assert lease.staleness <= 2
                 trained += [number_of(group.group_id) for group in lease.groups]
@@ -532,6 +540,63 @@ def test_a_run_killed_anywhere_goes_on_and_trains_every_prompt_once(seed: int) -
                 fleet.loop.advance(noise.random())
                 highest = max(highest, json.loads(saved[1])["highest_version"] if saved[1] else 0)
     pytest.fail("forty lives were not enough")
+
+
+def test_what_a_checkpoint_holds_goes_on_from_where_it_was_and_is_no_staler_than_it_was() -> None:
+    def first_life() -> tuple[str, float]:
+        fleet = a_fleet(lengths=ConstantLengths(tokens=800))
+        with fleet.controller(PROMPTS[:12], reward, config=a_config(max_staleness=1)) as controller:
+            SimulatedTrainer(controller, fleet, step_s=1.0).run(1)
+            fleet.loop.advance(10.0)
+            return json.dumps(controller.state_dict()), controller.metrics()["rollout/samples_consumed"]
+
+    state, consumed = first_life()
+    assert consumed == 16
+    fleet = a_fleet(lengths=ConstantLengths(tokens=800))
+    controller = fleet.controller(PROMPTS[:12], reward, config=a_config(max_staleness=1))
+    controller.load_state_dict(json.loads(state))
+    with controller:
+        controller.next_batch(timeout_s=1).acknowledge()  # what was ready is ready
+        lease = controller.next_batch(timeout_s=500)
+        assert fleet.loop.now() < 8.0, "half of its 16 s was done"
+        check_rollouts(lease)
+        assert lease.version == 2, "the weights of version 1 by a new name"
+        assert lease.staleness == 0
+        assert all([span.version for span in rollout.version_spans] == [1, 2] for rollout in lease.rollouts)
+        assert controller.metrics()["rollout/stale_groups"] == 0
+
+
+def test_rewards_that_were_pending_at_the_checkpoint_are_asked_for_once() -> None:
+    calls: Counter[str] = Counter()
+
+    def count(group: list[Rollout]) -> list[float]:
+        calls[group[0].group_id or ""] += 1
+        return [1.0] * len(group)
+
+    fleet = a_fleet(lengths=ConstantLengths(tokens=50))
+    config = a_config(max_staleness=0)
+    with fleet.controller(PROMPTS, group_reward_fn=count, reward_delay_s=1e6, config=config) as controller:
+        fleet.loop.advance(10.0)
+        assert controller.metrics()["rollout/samples_rewarding"] == 16
+        state = json.loads(json.dumps(controller.state_dict()))
+    again = a_fleet(lengths=ConstantLengths(tokens=50))
+    controller = again.controller(PROMPTS, group_reward_fn=count, config=config)
+    controller.load_state_dict(state)
+    with controller:
+        assert len(controller.next_batch(timeout_s=10).groups) == 4
+    assert calls == {"g0": 1, "g1": 1, "g2": 1, "g3": 1}
+
+
+def test_while_the_last_batch_is_out_the_prompts_have_not_ended() -> None:
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS[:4], reward, config=a_config()) as controller:
+        lease = controller.next_batch(timeout_s=500)
+        with pytest.raises(RolloutStalledError, match="lease 0 of 4 groups is out"):
+            controller.next_batch(timeout_s=5)
+        lease.give_back()
+        controller.next_batch(timeout_s=5).acknowledge()
+        with pytest.raises(PromptsExhaustedError):
+            controller.next_batch(timeout_s=5)
 
 
 def test_a_checkpoint_of_other_prompts_or_settings_is_refused() -> None:
@@ -642,6 +707,44 @@ def test_an_evaluation_runs_beside_training_and_is_in_no_account() -> None:
         with pytest.raises(InvalidRequestError, match="evaluation prompt 1"):
             controller.evaluate([[1], []])
         check_books(controller)
+
+
+def test_a_commit_through_a_target_waits_for_the_evaluation_up_to_its_limit() -> None:
+    def publish_during_an_evaluation(tokens: int) -> tuple[list[int], float]:
+        fleet = a_fleet(1, lengths=ConstantLengths(tokens=tokens), slots=64)
+        config = a_config(evaluation_wait_s=30.0)
+        with fleet.controller(PROMPTS, reward, config=config) as controller:
+            (target,) = controller.targets()
+            committed_at: list[float] = []
+
+            def publish() -> None:
+                future = target.call(SimulatedWorker.commit, 1)
+                future.add_done_callback(lambda _: committed_at.append(fleet.loop.now()))
+
+            fleet.loop.call_later(0.05, publish)
+            results = controller.evaluate([[5, 6]], SamplingParams(max_new_tokens=5000), timeout_s=1000)
+            fleet.loop.advance(1.0)
+            assert controller.version == 1
+            return results[0].versions, committed_at[0]
+
+    versions, committed_at = publish_during_an_evaluation(500)
+    assert set(versions) == {0}
+    assert committed_at > 10.0
+    versions, committed_at = publish_during_an_evaluation(3000)
+    assert set(versions) == {0, 1}
+    assert committed_at == pytest.approx(30.05)
+
+
+def test_a_worker_that_is_full_is_left_alone_for_a_while_and_nothing_is_lost() -> None:
+    fleet = a_fleet(2, max_outstanding=6)
+    with fleet.controller(PROMPTS[:12], reward, config=a_config()) as controller:
+        records = SimulatedTrainer(controller, fleet, step_s=3.0, on_batch=check_rollouts).run(10)
+        metrics = controller.metrics()
+        check_books(controller)
+    assert sum(len(record.group_ids) for record in records) == 12
+    assert metrics["rollout/attempts_lost"] > 0, "it refused some"
+    assert "rollout/failures_infra" not in metrics, "being full is no failure"
+    assert metrics["rollout/attempts_lost"] < 20 * fleet.loop.now(), "it was not asked without end"
 
 
 def test_rollouts_are_written_as_they_end(tmp_path: object) -> None:

@@ -27,6 +27,7 @@ class SimulatedFleet:
         *,
         lengths: Lengths | None = None,
         slots: int = 64,
+        max_outstanding: int = 4096,
         tokens_per_s: float = 50.0,
         prefill_s: float = 0.1,
         restart_s: float = 30.0,
@@ -36,7 +37,7 @@ class SimulatedFleet:
         seed: int = 0,
         loop: VirtualLoop | None = None,
     ) -> None:
-        """`slots`: samples at once on one worker. `restart_s`: from a death to the next incarnation, and `join_s` from there
+        """`slots`: samples at once on one worker, which refuses more than `max_outstanding`. `restart_s`: from a death to the next incarnation, and `join_s` from there
         to its weights. `stagger_s`: commits of one publish reach the workers up to this much apart."""
         if num_workers < 1:
             raise InvalidRequestError(f"num_workers must be at least 1, got {num_workers}")
@@ -47,6 +48,7 @@ class SimulatedFleet:
         self._num_workers = num_workers
         self._settings: dict[str, Any] = {
             "slots": slots,
+            "max_outstanding": max_outstanding,
             "tokens_per_s": tokens_per_s,
             "prefill_s": prefill_s,
             "restart_s": restart_s,

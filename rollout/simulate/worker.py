@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rollout.errors import InvalidRequestError, RolloutError, WorkerDiedError, WorkerStaleError
+from rollout.errors import InvalidRequestError, RolloutError, WorkerBusyError, WorkerDiedError, WorkerStaleError
 from rollout.fleet import Health
 from rollout.rollout_config import mix
 from rollout.simulate.faults import Faults
@@ -57,7 +57,8 @@ class _Running:
 
 class SimulatedWorker:
     """Generates up to `slots` samples at once, each at `tokens_per_s` after `prefill_s`. How long a sample gets depends on its
-    seed and index alone, so that it ends as it would have, wherever it goes on. Its tokens are versions."""
+    seed and index alone, so that it ends as it would have, wherever it goes on. Its tokens are versions. It refuses what goes
+    beyond `max_outstanding` samples."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class SimulatedWorker:
         lengths: Lengths,
         *,
         slots: int = 64,
+        max_outstanding: int = 4096,
         tokens_per_s: float = 50.0,
         prefill_s: float = 0.1,
         restart_s: float = 30.0,
@@ -81,6 +83,7 @@ class SimulatedWorker:
         self._loop = loop
         self._lengths = lengths
         self._slots = slots
+        self._max_outstanding = max_outstanding
         self._tokens_per_s = tokens_per_s
         self._prefill_s = prefill_s
         self._faults = faults if faults is not None else Faults()
@@ -223,6 +226,8 @@ class SimulatedWorker:
     def _why_not(self, item: WorkItem) -> RolloutError | None:
         if self._version < self._serve_from:
             return WorkerStaleError(f"worker {self.worker_id} is at version {self._version}, not {self._serve_from}")
+        if len(self._running) + item.size > self._max_outstanding:
+            return WorkerBusyError(f"worker {self.worker_id} holds {len(self._running)} samples, and may hold no more")
         newest = None if item.resume_from is None else item.resume_from.max_version
         if newest is not None and newest > self._version:
             return InvalidRequestError(f"it has tokens of version {newest}, this worker is at {self._version}")
