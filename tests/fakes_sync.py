@@ -73,7 +73,6 @@ class FakeEngine:
 
     @contextmanager
     def update(self, version: int, timeout_s: float) -> Iterator[nn.Module]:
-        assert timeout_s > 0
         assert version > self.version, "an engine refuses a version that is not newer"
         self.at("pause")
         try:

@@ -114,6 +114,7 @@ def fleet_of(num_targets: int = 2, **settings: Any) -> Iterator[Fleet]:
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("point", [*CALLS, *IN_UPDATE, "after"])
 def test_a_target_that_dies_at_any_point_is_named_and_the_others_go_on(point: str, reuse: bool) -> None:
+    """NeMo/RL#3591, trl#6796: a dead rank blocks the trainer for ever."""
     with fleet_of(reuse=reuse) as fleet:
         fleet.publish()
         dying, healthy = fleet.targets
@@ -131,6 +132,7 @@ def test_a_target_that_dies_at_any_point_is_named_and_the_others_go_on(point: st
 
 @pytest.mark.parametrize("point", CALLS)
 def test_a_target_that_answers_only_after_its_limit_is_named_and_its_late_answer_breaks_nothing(point: str) -> None:
+    """NeMo/RL#3591, trl#6796: a dead rank blocks the trainer for ever."""
     with fleet_of() as fleet:
         fleet.publish()
         late, healthy = fleet.targets
@@ -197,6 +199,7 @@ def test_a_commit_that_breaks_off_is_rolled_forward_from_the_staging_in_the_same
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("point", ["copy+0", "copy+3", "leave"])
 def test_a_commit_that_breaks_off_twice_fences_its_target_until_a_publish_succeeds(point: str, again: bool) -> None:
+    """sglang-omni#784, dynamo#9131: a `finally: resume` serves half-updated weights."""
     with fleet_of() as fleet:
         fleet.publish()
         broken, healthy = fleet.targets
@@ -266,6 +269,7 @@ def test_the_update_limit_is_the_smaller_of_its_own_and_what_is_left_of_the_publ
 @pytest.mark.parametrize("index", range(NUM_BUCKETS))
 @pytest.mark.parametrize("edit", [corrupt, drop, corrupt_duplicate, swap])
 def test_bytes_that_do_not_arrive_as_they_were_sent_are_never_committed(edit: Callable[[int], Any], index: int) -> None:
+    """tokenspeed#672: a version is published before the last chunk was in."""
     with fleet_of() as fleet:
         fleet.publish()
         fleet.transport.edits["a"] = edit(index)
@@ -501,6 +505,7 @@ def test_a_version_costs_the_same_number_of_calls_however_many_tensors_there_are
 
 @pytest.mark.parametrize("point", CALLS)
 def test_a_target_that_comes_back_in_the_middle_of_a_publish_ends_on_the_version_of_the_others(point: str) -> None:
+    """miles#1724: a recovered engine serves its base checkpoint. (What serves nothing until then: test_sync_workers.)"""
     with fleet_of(num_targets=3) as fleet:
         fleet.publish()
         joining, slow, _ = fleet.targets

@@ -2,6 +2,7 @@
 
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fakes_sync import (
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
 
 from rollout import EngineState
 from sync import SyncConfig, SyncError, SyncReport, WeightSync
@@ -93,10 +95,27 @@ class Protocol(RuleBasedStateMachine):
             self.mark += 1
             self._publish(number, self.mark, self.last[number][0])
 
-    def _publish(self, number: int, mark: float, version: int | None) -> None:
+    @precondition(lambda self: len(self.senders) > 1)
+    @rule(outer=senders, inner=senders)
+    def publish_while_another_stages(self, outer: int, inner: int) -> None:
+        """One has opened and gathers; the other opens, sends and commits."""
+        outer, inner = outer % len(self.senders), inner % len(self.senders)
+        if outer == inner:
+            return
+        self.mark += 1
+        mark = self.mark
+
+        def source() -> Iterator[tuple[str, Tensor]]:
+            self.publish(inner)
+            yield from marked(mark).state_dict().items()
+
+        self._publish(outer, mark, None, source())
+
+    def _publish(self, number: int, mark: float, version: int | None, source: Any = None) -> None:
         sender = self.senders[number]
+        offered = source if source is not None else marked(mark)
         try:
-            future = sender.publish(marked(mark), version=version, timeout_s=ANSWER_S, wait=False)
+            future = sender.publish(offered, version=version, timeout_s=ANSWER_S, wait=False)
         except SyncError:
             return
         self.futures.append(future)

@@ -212,6 +212,7 @@ class StopsAt:
 def test_a_receiver_that_is_killed_in_the_middle_leaves_nothing_and_hurts_nobody(
     step: str, commit: Any, folder: Path, survivors: list[ProcessTarget], tmp_path: Path
 ) -> None:
+    """slime#1731, verl#6958: shared segments leak, also when a receiver is killed."""
     with ProcessTarget("victim") as victim:
         targets = [survivors[0], victim, survivors[1]]
         with WeightSync(targets, SharedMemory(commit, folder=folder), CONFIG) as weight_sync:
