@@ -17,6 +17,7 @@ from rollout.linear import adopt_linear_layers
 from rollout.manager.models import is_tensor_parallel
 from rollout.norms import adopt_norms
 from rollout.probe import Probe, start_on
+from rollout.weights import weights_of
 
 
 def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedModel:
@@ -50,15 +51,6 @@ def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedMode
         adopt_norms(shell, kernels())
     shell.eval()
     return shell
-
-
-def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Each distinct Parameter and persistent buffer once, under its first name. Tied weights appear once."""
-    first_names: dict[int, str] = {}
-    state: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        first_names.setdefault(id(tensor), name)
-    return {name: state[name] for name in first_names.values()}
 
 
 class WeightWatch:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from rollout import GenerationEngine, SamplingParams
 from rollout.shell import WeightWatch, build_shell
+from rollout.weights import by_identity, weights_of
 
 STEPS = 50
 
@@ -105,6 +106,16 @@ def test_the_rotary_tables_are_the_shells_own() -> None:
     assert all(
         tensor.device.type == "cpu" for m in shell.modules() for tensor in vars(m).values() if torch.is_tensor(tensor)
     )
+
+
+def test_tied_weights_are_one_object_with_several_names() -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    names = dict.fromkeys(model.state_dict())
+    groups = by_identity(model.state_dict(keep_vars=True))
+    assert [each for each, _ in groups if len(each) > 1] == [("model.embed_tokens.weight", "lm_head.weight")]
+    assert sorted(name for each, _ in groups for name in each) == sorted(names)
+    assert [each[0] for each, _ in groups] == list(weights_of(model)) == [n for n in names if n != "lm_head.weight"]
+    assert groups[0][1] is model.lm_head.weight
 
 
 def test_the_watch_sees_every_way_to_write() -> None:

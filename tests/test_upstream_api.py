@@ -1207,6 +1207,28 @@ def is_used_on_a_cpu_with_upstreams_attention_whose_shapes_are_fixed() -> None:
         assert engine.model.config._attn_implementation == "sdpa"
 
 
+@row("varlen_compile_config", "slow")
+def computes_with_the_weights_of_the_last_update_and_labels_tokens_with_it() -> None:
+    config = configured(num_blocks=24, varlen_compile_config=CompileConfig(backend=plain, mode=None, dynamic=True))
+    engine = GenerationEngine(marker_llama(), config)
+    gate = StepGate(engine)
+    with engine:
+        future = engine.submit([5, 6, 7], greedy(6))
+        gate.step(3)
+        gate.wait_for_arrival()
+        updated = engine.call(lambda engine: mark_inside_an_update(engine, 1))
+        wait_until(engine.manager.background_thread_status.is_pause_requested)
+        gate.open()
+        updated.result(60)
+        rollout = future.result(60)
+        assert rollout.token_ids == rollout.versions == [0, 0, 0, 0, 1, 1]
+
+
+def mark_inside_an_update(engine: GenerationEngine, version: int) -> None:
+    with engine.update(version) as model:
+        mark(model, version)
+
+
 @row("varlen_compile_config")
 def that_cannot_be_compiled_fails_in_the_constructor() -> None:
     config = configured(num_blocks=8, varlen_compile_config=CompileConfig(backend=broken, mode=None))
