@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-import psutil
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -28,7 +27,7 @@ from rollout.errors import (
     PauseTimeoutError,
 )
 from rollout.inflight import InFlight
-from rollout.manager import RolloutManager
+from rollout.manager import RolloutManager, host
 from rollout.meters import Meters
 from rollout.shell import WeightWatch, build_shell
 from rollout.sizing import upstream_settings
@@ -494,32 +493,17 @@ class GenerationEngine:
         return text
 
     def _make_manager(self, config: ContinuousBatchingConfig, paged: bool) -> RolloutManager:
-        """InvalidRequestError for settings and models that cannot work."""
-        try:
-            return RolloutManager(
-                self._model,
-                config,
-                self._tracker,
-                _Owner(self.start, self._on_manager_stop, self._refuse_inside_update),
-                self._meters,
-                paged_attention=paged,
-                autocast_dtype=self.config.autocast_dtype,
-                num_threads=self.config.num_threads,
-                decode=None if self.tokenizer is None else self._decode,
-            )
-        except (AttributeError, TypeError, NotImplementedError) as error:
-            raise InvalidRequestError(
-                f"transformers' continuous batching cannot run {type(self._model).__name__} ({error}); it supports models "
-                "that follow its attention and cache interfaces, such as Llama, Qwen, Mistral, Gemma and Phi"
-            ) from error
-        except (MemoryError, ValueError, RuntimeError) as error:
-            raise InvalidRequestError(
-                f"an engine with these settings cannot be made ({error}): num_blocks={config.num_blocks}, "
-                f"page_size={config.page_size}, max_batch_tokens={config.max_batch_tokens}, "
-                f"max_requests={config.max_requests_per_batch}, with "
-                f"{psutil.virtual_memory().available / 2**30:.1f} GiB of memory available; if it is the sizes, lower "
-                "num_blocks or max_batch_tokens"
-            ) from error
+        return host(
+            self._model,
+            config,
+            self._tracker,
+            _Owner(self.start, self._on_manager_stop, self._refuse_inside_update),
+            self._meters,
+            paged_attention=paged,
+            autocast_dtype=self.config.autocast_dtype,
+            num_threads=self.config.num_threads,
+            decode=None if self.tokenizer is None else self._decode,
+        )
 
     def _check(self, *allowed: EngineState) -> None:
         """Raises what fits the state, unless it is one of `allowed`."""

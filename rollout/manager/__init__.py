@@ -9,6 +9,7 @@
 """
 
 from rollout.manager.contract import TESTED_TRANSFORMERS, check_upstream
+from rollout.manager.hosting import host
 from rollout.manager.manager import RolloutManager
 
-__all__ = ["TESTED_TRANSFORMERS", "RolloutManager", "check_upstream"]
+__all__ = ["TESTED_TRANSFORMERS", "RolloutManager", "check_upstream", "host"]
