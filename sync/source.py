@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from sync.errors import SyncError
 from sync.lora import ModuleWeights
 from sync.manifest import TensorSpec
+from sync.names import canonical_names
 
 
 @runtime_checkable
@@ -42,11 +43,12 @@ class TensorMap:
 
 def as_source(source: Source) -> WeightSource | Iterable[tuple[str, Tensor]]:
     """The source as a WeightSource where its names are known beforehand, else the bare iterable that it is. A module
-    offers each of its parameters and persistent buffers once, as the bare module names it, with adapters merged."""
+    offers each of its parameters and persistent buffers once, as the bare module names it, with adapters merged. What
+    torch.compile, DDP and the like put into the names of a dict is left out; adapters in one are refused."""
     if isinstance(source, nn.Module):
         return ModuleWeights(source)
     if isinstance(source, Mapping):
-        return TensorMap(source)
+        return TensorMap(_under_engine_names(source))
     if isinstance(source, WeightSource):
         return source
     if isinstance(source, str) or not isinstance(source, Iterable):
@@ -65,6 +67,20 @@ def named_tensors(offer: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
         name, tensor = item
         _check_tensor(name, tensor)
         yield name, tensor
+
+
+def _under_engine_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if not all(isinstance(name, str) for name in tensors):
+        return tensors  # refused by name below
+    offered: dict[str, Tensor] = {}
+    for name, canonical in canonical_names(tensors).items():
+        if canonical is None:
+            raise SyncError(
+                f"{name} belongs to an adapter, which an engine does not have: publish the weights that it makes, with "
+                "sync.MergedLora(model) or trainer_adapters.PolicyView(model)"
+            )
+        offered[canonical] = tensors[name]
+    return offered
 
 
 def _check_tensor(name: object, tensor: object) -> None:
