@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from rollout.weights import by_identity
 from sync.errors import ManifestError, SyncError
 
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -113,13 +114,14 @@ class Held:
 def held_tensors(module: nn.Module) -> list[Held]:
     """The parameters and persistent buffers of a module, the live objects, each once: names that alias one object form
     a group. Raises SyncError for state that is not a tensor (`get_extra_state`), which no copy could carry."""
-    groups: dict[int, Held] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    held = []
+    for names, tensor in by_identity(module.state_dict(keep_vars=True)):
         if not isinstance(tensor, Tensor):
-            raise SyncError(f"{name} is a {type(tensor).__name__}, only tensors can be synced; drop it from the module")
-        known = groups.get(id(tensor), Held((), tensor))
-        groups[id(tensor)] = Held((*known.names, name), tensor)
-    return list(groups.values())
+            raise SyncError(
+                f"{names[0]} is a {type(tensor).__name__}, only tensors can be synced; drop it from the module"
+            )
+        held.append(Held(names, tensor))
+    return held
 
 
 def _refuse_quantised(module: nn.Module) -> None:
