@@ -30,3 +30,15 @@ def test_every_file_that_the_readme_names_exists() -> None:
     )
     assert named
     assert [path for path in sorted(named) if not (README.parent / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", ["acceptance.md"])
+def test_every_test_that_a_document_names_exists(document: str) -> None:
+    named = set(re.findall(r"`(test_\w+)`", (README.parent / "docs" / document).read_text()))
+    there = {
+        name
+        for path in (README.parent / "tests").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE)
+    }
+    assert named
+    assert sorted(named - there) == []
