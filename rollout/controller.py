@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -35,6 +36,9 @@ from rollout.rollout_log import RolloutLog
 from rollout.scoring import Scoring
 from rollout.targets import FleetTarget
 from rollout.types import Rollout, SamplingParams
+
+if TYPE_CHECKING:
+    from rollout.worker_config import WorkerConfig
 
 log = logging.getLogger("rollsync")
 
@@ -70,23 +74,15 @@ class RolloutController:
         tokenizer: Any = None,
         engine: EngineConfig | None = None,
         config: RolloutConfig | None = None,
+        workers: "WorkerConfig | None" = None,
         group_reward_fn: GroupRewardFn | None = None,
         keep_group: KeepGroup | None = None,
     ) -> None:
-        """`keep_group(rollouts)`: the dynamic filter, for rules beyond `RolloutConfig.drop_equal_rewards`."""
+        """`workers`: CPUs, GPUs, threads and limits of each Ray worker; its model and engine are replaced by those given
+        here. `keep_group(rollouts)`: the dynamic filter, for rules beyond `RolloutConfig.drop_equal_rewards`."""
         config = config if config is not None else RolloutConfig()
-        engine_config = engine if engine is not None else EngineConfig()
-        if config.num_workers > 0:
-            raise InvalidRequestError(
-                f"num_workers={config.num_workers}: this release has no Ray pool yet; use 0, or RolloutController.over"
-            )
-        if not isinstance(model, PreTrainedModel):
-            raise InvalidRequestError(
-                f"with num_workers=0 the engine lives here and needs a model, got {type(model).__name__}; load it first"
-            )
-        fleet = LocalFleet(GenerationEngine(model, engine_config, tokenizer=tokenizer))
         self._set_up(
-            fleet,
+            _fleet_for(model, engine if engine is not None else EngineConfig(), config, workers, tokenizer),
             prompts,
             reward_fn,
             group_reward_fn=group_reward_fn,
@@ -505,3 +501,34 @@ class RolloutController:
                 return future.result()
             future.cancel()
             raise RolloutStalledError(f"{doing} took longer than {timeout_s:g} s", self._coordinator.status()) from None
+
+
+def _fleet_for(
+    model: PreTrainedModel | str | Callable[[], PreTrainedModel],
+    engine: EngineConfig,
+    config: RolloutConfig,
+    workers: "WorkerConfig | None",
+    tokenizer: Any,
+) -> Fleet:
+    if config.num_workers == 0:
+        if not isinstance(model, PreTrainedModel):
+            raise InvalidRequestError(
+                f"with num_workers=0 the engine lives here and needs a model, got {type(model).__name__}; load it first"
+            )
+        if workers is not None:
+            raise InvalidRequestError("workers=... is for Ray workers; set RolloutConfig.num_workers, or leave it out")
+        return LocalFleet(GenerationEngine(model, engine, tokenizer=tokenizer))
+    if isinstance(model, nn.Module):
+        raise InvalidRequestError(
+            f"with num_workers={config.num_workers} each worker loads its own model: pass a path, a hub name or an importable "
+            "factory, and publish the weights with sync.WeightSync"
+        )
+    from rollout.pool import RayFleet
+    from rollout.worker_config import WorkerConfig
+
+    placed = (
+        replace(workers, model=model, engine=engine)
+        if workers is not None
+        else WorkerConfig(model=model, engine=engine)
+    )
+    return RayFleet(placed, config.num_workers, placement=config.placement)

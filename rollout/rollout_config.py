@@ -16,6 +16,8 @@ class RolloutConfig:
 
     num_workers: int = 0
     """Ray workers, each with an engine; 0: one engine in this process."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = None
+    """Reserve what the Ray workers book in one placement group, by this strategy; None: each is placed alone."""
     group_size: int = 8
     """Samples of each prompt."""
     prompts_per_step: int = 32

@@ -10,7 +10,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("rollout", "sync", "trainer_adapters")
 NEVER_IMPORTED = {"rollout": {"sync", "trainer_adapters"}, "sync": {"trainer_adapters"}, "trainer_adapters": set()}
 MAY_IMPORT: dict[str, set[Path]] = {
-    "ray": {Path("rollout/remote.py"), Path("rollout/worker_config.py"), Path("sync/transports/object_store.py")},
+    "ray": {
+        Path("rollout/pool.py"),
+        Path("rollout/remote.py"),
+        Path("rollout/worker_config.py"),
+        Path("sync/transports/object_store.py"),
+    },
     "trl": set(),
     "peft": {Path("sync/lora.py")},
 }

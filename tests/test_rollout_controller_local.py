@@ -228,6 +228,8 @@ def test_whoever_waits_learns_of_the_stop() -> None:
 def test_what_cannot_work_is_refused_at_once() -> None:
     with pytest.raises(InvalidRequestError, match="needs a model"):
         RolloutController("some/path", PROMPTS)
+    with pytest.raises(InvalidRequestError, match="each worker loads its own"):
+        RolloutController(tiny_llama(), PROMPTS, config=a_config(num_workers=2))
     with (
         a_controller(tiny_llama()) as controller,
         pytest.raises(InvalidRequestError, match="one engine"),

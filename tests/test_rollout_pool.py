@@ -1,0 +1,130 @@
+"""The controller over real workers in processes of their own: nobody lost, nobody doubled, whoever is killed."""
+
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from typing import Any
+
+import psutil
+import pytest
+import worker_jobs
+from fakes import tiny_llama, wait_until
+
+from rollout import (
+    EngineConfig,
+    InvalidRequestError,
+    RolloutConfig,
+    RolloutController,
+    SamplingParams,
+    WorkerError,
+)
+from rollout.lease import Lease
+from rollout.pool import RayFleet
+from rollout.worker import WorkerConfig, WorkerState
+
+pytestmark = pytest.mark.ray
+
+ENGINE = EngineConfig(num_blocks=64, page_size=16, max_batch_tokens=64)
+WORKERS = WorkerConfig(model="replaced", num_cpus=0, num_threads=1, heartbeat_s=0.2, suspect_after_s=20.0)
+BATCH_S = 120.0
+
+
+def a_controller(num_prompts: int, **settings: Any) -> RolloutController:
+    defaults = {
+        "num_workers": 2,
+        "group_size": 2,
+        "prompts_per_step": 3,
+        "max_staleness": 2,
+        "max_infra_retries": 20,
+        "snapshot_every_s": 0.5,
+        "sampling": SamplingParams(max_new_tokens=60, stop_token_ids=()),
+    }
+    return RolloutController(
+        worker_jobs.marker_llama,
+        [[2 + n, 3] for n in range(num_prompts)],
+        lambda rollout, text: float(rollout.token_ids[0]),
+        engine=ENGINE,
+        workers=WORKERS,
+        config=RolloutConfig(**{**defaults, **settings}),
+    )
+
+
+def check(lease: Lease) -> None:
+    for group in lease.groups:
+        assert len(group) == 2
+        for rollout in group:
+            assert rollout.token_ids == rollout.versions, "the model says its version"
+            assert len(rollout.token_ids) == 60
+
+
+def publish(controller: RolloutController, version: int) -> None:
+    """To every worker that can take it; at least one must."""
+    took = []
+    for target in controller.targets():
+        with contextlib.suppress(WorkerError):  # it dies, or is dead
+            took.append(target.call(worker_jobs.publish, version).result(60))
+    assert took
+
+
+def test_no_prompt_is_lost_or_doubled_and_no_version_is_wrong_whoever_is_killed(local_ray: str) -> None:
+    noise = random.Random(0)
+    trained: Counter[str] = Counter()
+    version = 0
+    with a_controller(30) as controller:
+        pids = {worker.health().pid for worker in controller.workers()}
+        for target in controller.targets():
+            target.on_join(lambda worker: worker.call(worker_jobs.publish, controller.version).result(60))
+        for step in range(10):
+            with controller.next_batch(timeout_s=BATCH_S) as lease:
+                check(lease)
+                trained.update(group.prompt_id for group in lease.groups)
+                if step in (1, 4):
+                    victim = noise.choice(controller.workers())
+                    if victim.health().state is WorkerState.HEALTHY:
+                        os.kill(victim.health().pid, signal.SIGKILL)
+            version += 1
+            publish(controller, version)
+            assert controller.metrics()["rollout/imbalance"] == 0
+        metrics = controller.metrics()
+        pids |= {worker.health().pid for worker in controller.workers()}
+        wait_until(lambda: all(w.health().state is WorkerState.HEALTHY for w in controller.workers()), BATCH_S)
+    assert trained == Counter(f"p{n}" for n in range(30))
+    assert metrics["rollout/worker_deaths"] >= 1
+    assert metrics["rollout/samples_failed"] == metrics["rollout/samples_expired"] == 0
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_workers_join_and_leave_while_it_runs(local_ray: str) -> None:
+    with a_controller(15, num_workers=1) as controller:
+        (first,) = controller.workers()
+        controller.next_batch(timeout_s=BATCH_S).acknowledge()
+        publish(controller, 1)
+        wait_until(lambda: controller.version == 1)
+        added = controller.add_worker()
+        (second,) = [worker for worker in controller.workers() if worker.worker_id == added]
+        assert second.health().state is WorkerState.STALE, "it does not hold version 1"
+        second.call(worker_jobs.publish, 1).result(60)
+        controller.remove_worker(first.worker_id)
+        trained = 0
+        while trained < 12:
+            with controller.next_batch(timeout_s=BATCH_S) as lease:
+                check(lease)
+                trained += len(lease.groups)
+        assert {rollout.worker_id for rollout in lease.rollouts} == {added}
+        assert controller.metrics()["rollout/imbalance"] == 0
+
+
+def test_a_fleet_whose_model_cannot_be_hosted_says_so_and_leaves_nothing(local_ray: str) -> None:
+    fleet = RayFleet(WorkerConfig(model=worker_jobs.failing_model, num_cpus=0), 2)
+    with pytest.raises(InvalidRequestError, match="needs 3 heads"):
+        fleet.start(0)
+    assert fleet.workers == []
+
+
+def test_settings_of_a_fleet_that_cannot_work_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="at least 1"):
+        RayFleet(WorkerConfig(model=tiny_llama), 0)
+    with pytest.raises(InvalidRequestError, match="book nothing"):
+        RayFleet(WorkerConfig(model=tiny_llama, num_cpus=0), 1, placement="SPREAD")
