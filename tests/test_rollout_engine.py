@@ -1,7 +1,7 @@
 """The engine generates what the model says, for many requests at once, and tells how far it is."""
 
 import threading
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import pytest
 import torch
@@ -145,6 +145,9 @@ def test_num_threads_is_the_loops_own() -> None:
         engine.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
         engine.generate([[5]], greedy(2))
         assert torch.get_num_threads() == before
+        with ThreadPoolExecutor(1) as new_thread:
+            assert new_thread.submit(torch.get_num_threads).result(30) == before
+        engine.generate([[5]], greedy(2))
     assert seen == {before + 1}
 
 

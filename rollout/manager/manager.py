@@ -34,6 +34,7 @@ from rollout.meters import Meters
 from rollout.results import RequestNames, RequestQueue, ResultQueue
 from rollout.sampling import SamplingRow
 from rollout.seams import LoopListener, Owner, Progress
+from rollout.threads import use_threads
 from rollout.upstream_api import ThroughManager
 
 
@@ -328,8 +329,7 @@ class RolloutManager(HardenedManager):
     def _run_generation_loop(self, use_inference_mode: bool) -> None:
         error: BaseException | None = None
         if self.num_threads is not None:
-            # torch keeps this number per thread; what other threads use already stays
-            torch.set_num_threads(self.num_threads)
+            use_threads(self.num_threads)
         try:
             super()._run_generation_loop(use_inference_mode)
             error = self.background_thread_status.fatal_error
