@@ -107,7 +107,8 @@ class Delivery:
                 outcome.records[name] = call.result()
         outcome.overtaken = tuple(overtaken)
         for name, failure in outcome.failures.items():
-            logger.warning("%s did not take version %d: %s", name, self._version, failure)
+            # as text: a handler that keeps its records would keep the failure's frames, and the staging with them
+            logger.warning("%s did not take version %d: %s", name, self._version, str(failure))
         return outcome
 
     def _send(self, shipment: Shipment) -> "Mapping[str, Future[Any]]":
@@ -155,9 +156,9 @@ class Delivery:
         for call in pending:
             # not `self`: a future that somebody keeps would keep the staging, too
             call.add_done_callback(lambda _: wake.set())
+        until = time.monotonic() + self._deadline.remaining_s() + ANSWER_GRACE_S
         while (pending := [call for call in pending if not call.done()]) and not self._is_overtaken:
-            remaining_s = self._deadline.remaining_s() + ANSWER_GRACE_S
-            if not self._wake.wait(remaining_s) and self._deadline.remaining_s() == 0:
+            if not self._wake.wait(max(0.0, until - time.monotonic())):
                 return
             self._wake.clear()
 

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
 from rollout import GenerationEngine, RolloutError
+from sync.errors import SyncError
 from sync.receiver import hello
 from sync.ticket import Claim, TargetStatus
 
@@ -66,12 +67,13 @@ class Links(list["Link"]):
         """Who has joined a group is linked, who has left it is not any more."""
         members = {target.worker_id: target for group in self._groups for target in group.targets()}
         self[:] = [link for link in self if link.name not in self._of_groups or link.name in members]
-        known = {link.name for link in self}
-        self._of_groups = set(members)
+        known, self._of_groups = self._of_groups, set(members)
         self._add([(name, target) for name, target in members.items() if name not in known])
 
     def _add(self, named: "Sequence[tuple[str, Target]]") -> None:
         for name, target in named:
+            if any(link.name == name for link in self):  # a report could not tell them apart
+                raise SyncError(f"two targets are called {name}; give each worker a worker_id of its own")
             link = Link(name, target)
             self.append(link)
             self._on_new(link)

@@ -24,7 +24,15 @@ from fakes import (
 from fakes_sync import FakeTarget, Memory, marked, marks
 from torch import Tensor, nn
 
-from rollout import EngineConfig, EngineState, FinishReason, GenerationEngine, InvalidRequestError, SamplingParams
+from rollout import (
+    EngineConfig,
+    EngineFencedError,
+    EngineState,
+    FinishReason,
+    GenerationEngine,
+    InvalidRequestError,
+    SamplingParams,
+)
 from sync import ManifestError, SyncConfig, SyncError, WeightSync
 from sync.manifest import held_tensors
 from sync.receiver import add_derived
@@ -198,7 +206,7 @@ class Packed:
 def test_a_rebound_parameter_fences_the_engine_instead_of_serving_through_old_addresses() -> None:
     """vllm#48941, vllm#48312: storage or derived tensors are rebound under CUDA graphs."""
     with own(tiny_llama()) as engine, WeightSync(engine) as weight_sync:
-        with pytest.raises(Exception, match="Write into it in place"), engine.update() as model:
+        with pytest.raises(EngineFencedError, match="Write into it in place"), engine.update() as model:
             model.lm_head.weight.data = torch.zeros_like(model.lm_head.weight)
         assert engine.state == EngineState.FENCED
         trainer = tiny_llama(seed=1)

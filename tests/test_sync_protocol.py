@@ -388,6 +388,11 @@ def test_closing_waits_for_a_publish_and_ends_what_a_target_holds_up_within_its_
 # -------------------------------------------------------------------------------------------------- failing at the start
 
 
+def test_targets_that_a_report_could_not_tell_apart_are_refused() -> None:
+    with pytest.raises(SyncError, match="two targets are called a"):
+        WeightSync([FakeTarget("a"), FakeTarget("b"), FakeTarget("a")], Memory(), CONFIG)
+
+
 def test_a_target_that_does_not_say_what_it_holds_is_left_out_of_three() -> None:
     with fleet_of(num_targets=3) as fleet:
         fleet.publish()

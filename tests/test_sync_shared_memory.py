@@ -1,5 +1,6 @@
 """Shared memory between real processes: what engines get, what they share, and what is left when somebody is killed."""
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -18,9 +19,10 @@ from footprint import Footprint, file_pss_kib, files_below, footprint, footprint
 from process_target import NUM_MARKS, PRELOADED, ProcessTarget
 from sender_process import SenderProcess
 
-from rollout import GenerationEngine
+from rollout import EngineState, GenerationEngine, SamplingParams
 from sync import SyncConfig, SyncError, WeightSync
 from sync.layout import Layout
+from sync.link import Target
 from sync.manifest import Manifest
 from sync.place import MEMORY_FOLDER
 from sync.receiver import add_derived
@@ -54,7 +56,7 @@ def survivors() -> Iterator[list[ProcessTarget]]:
 class Publisher:
     """Marker models of growing versions, above whatever the engines hold."""
 
-    def __init__(self, weight_sync: WeightSync, *targets: ProcessTarget) -> None:
+    def __init__(self, weight_sync: WeightSync, *targets: Target) -> None:
         self._weight_sync = weight_sync
         self.trainer = marker_llama()
         self.version = max(version_of(target) for target in targets)
@@ -65,7 +67,7 @@ class Publisher:
         return self._weight_sync.publish(self.trainer, version=self.version, timeout_s=timeout_s)
 
 
-def version_of(target: ProcessTarget) -> int:
+def version_of(target: Target) -> int:
     return int(target.call(_version).result(30))
 
 
@@ -282,6 +284,55 @@ def test_a_sender_that_is_killed_in_the_middle_has_a_successor_that_goes_on_abov
                 assert generates(target)
             assert publisher.publish().fenced == ()
     assert files_below(folder) == []
+    for target in survivors:
+        assert len(footprint_in(target, folder).maps) == (1 if commit == "remap" else 0)
+
+
+# --------------------------------------------------------------------------------------------- a commit that breaks off
+
+
+class Failing:
+    """Fails in the pause, after the parameters have been changed, so often."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def prepare(self, staged: Any) -> None:
+        return
+
+    def install(self, prepared: None) -> None:
+        if self.times:
+            self.times -= 1
+            raise RuntimeError("no kernel image")
+
+
+@pytest.mark.parametrize("commit", MODES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_commit_that_breaks_off_is_rolled_forward_or_fences_until_the_next_one(
+    times: int, commit: Any, folder: Path
+) -> None:
+    with (
+        GenerationEngine(marker_llama(), copy_weights=True) as engine,
+        WeightSync(engine, SharedMemory(commit, folder=folder), CONFIG) as weight_sync,
+    ):
+        publisher = Publisher(weight_sync, engine)
+        publisher.publish()
+        engine.call(add_derived, Failing(times)).result(30)
+        running = engine.submit([5, 17, 33], SamplingParams(max_new_tokens=200, stop_token_ids=()))
+        if times == 1:
+            assert publisher.publish().fenced == ()
+        else:
+            with pytest.raises(SyncError, match="no kernel image"):
+                publisher.publish()
+            assert (engine.version, engine.state) == (1, EngineState.FENCED)
+            publisher.publish()
+        assert (engine.version, engine.state) == (publisher.version, EngineState.RUNNING)
+        assert bytes_of(engine.model) == bytes_of(publisher.trainer)
+        rollout = running.result(30)
+        assert rollout.token_ids == rollout.versions
+    del engine, running, weight_sync, publisher
+    gc.collect()
+    assert footprint(folder).maps == ()
 
 
 # --------------------------------------------------------------------------------------------------- limits and trust
