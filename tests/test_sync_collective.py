@@ -41,7 +41,7 @@ from sync.receiver import commit, hello
 from sync.run_record import next_claim
 from sync.ticket import Package
 from sync.transports import Collective
-from sync.transports.broadcast_group import MeetingServer
+from sync.transports.broadcast_group import BrokenGroupError, MeetingServer
 
 SMALL = SyncConfig(bucket_bytes=20_000, open_timeout_s=2.0)
 """Eight buckets."""
@@ -134,15 +134,20 @@ def test_a_stopped_engine_is_named_the_others_get_the_version_in_the_same_send_a
 
 
 def test_a_corrupt_bucket_is_refused_by_its_receiver_and_passes_nobody_else_by(workers: list[ProcessTarget]) -> None:
-    with own(tiny_llama()) as engine, WeightSync([workers[1], engine], Collective(), SMALL) as weight_sync:
+    first, last = own(tiny_llama()), own(tiny_llama())
+    invitations = Invitations()
+    targets = [first, workers[1], SpyTarget(_named(last), invitations)]
+    with first, last, WeightSync(targets, Collective(operation_timeout_s=2.0), SMALL) as weight_sync:
         before = weight_sync.publish(tiny_llama(seed=1)).version
         workers[1].call(flip_in_broadcast, 3).result(30)
         report = weight_sync.publish(tiny_llama(seed=2))
         assert report.fenced == ("w1",)
+        assert len(set(invitations.group_ids)) == 1, "a group broke"
         assert "arrived with other bytes than were sent" in report.failures["w1"]
         assert workers[1].call(version_of).result(30) == before
         assert workers[1].call(digests_of).result(30) == digests_of_model(tiny_llama(seed=1))
-        assert_same_weights(engine.model, tiny_llama(seed=2))
+        for engine in (first, last):
+            assert_same_weights(engine.model, tiny_llama(seed=2))
         assert weight_sync.publish(tiny_llama(seed=3)).fenced == ()
         assert workers[1].call(digests_of).result(30) == digests_of_model(tiny_llama(seed=3))
 
@@ -182,6 +187,28 @@ def test_a_target_that_never_takes_part_costs_a_limit_and_the_others_get_the_ver
         assert sent["w1"].result(0) is None
         committed(engine, package)
         assert_same_weights(engine.model, tiny_llama(seed=1))
+    transport.close()
+
+
+def test_a_group_that_breaks_without_anybody_to_blame_is_tried_twice() -> None:
+    tries: list[str] = []
+
+    class Unlucky(Link):
+        def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+            if fn.__name__ != "_take_part":
+                return super().call(fn, *args)
+            tries.append(args[1].group_id)
+            failed: Future[Any] = Future()
+            failed.set_exception(BrokenGroupError("the network failed"))
+            return failed
+
+    transport = Collective(operation_timeout_s=0.3)
+    with own(tiny_llama()) as engine:
+        package, run = sealed(transport, layout_of(engine), tiny_llama(seed=1), 1)
+        sent = transport.send(package, run, [Unlucky("w0", engine)], Deadline.after(30))
+        with pytest.raises(BrokenGroupError, match="ranks did not come together"):
+            sent["w0"].result(0)
+    assert len(set(tries)) == 2
     transport.close()
 
 

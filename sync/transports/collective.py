@@ -85,18 +85,17 @@ class Collective:
         self, package: Package, run: Tensor, links: Sequence[Link], deadline: Deadline
     ) -> Mapping[str, "Future[Any]"]:
         roll_call = RollCall(links, self._unanswered, deadline)
-        may_fail_alike = True
+        may_repeat = True
         while roll_call.present:
             num_present = len(roll_call.present)
             ready = self._prepare(package, roll_call)
             broken = self._broadcast(package, run, ready, roll_call, deadline) if ready else None
-            if broken is None:
-                break
-            if len(roll_call.present) == num_present and not may_fail_alike:
+            if broken is None or len(roll_call.present) < num_present:
+                continue  # without those who are left out it may work
+            if not may_repeat:
                 for link in list(roll_call.present):
                     roll_call.fail(link, broken)
-            # Without those who are left out it may work; if nobody is, it will hardly work the third time.
-            may_fail_alike = len(roll_call.present) < num_present
+            may_repeat = False
         return roll_call.ends()
 
     def close(self) -> None:
