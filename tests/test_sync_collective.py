@@ -228,6 +228,19 @@ def test_a_target_that_refuses_fails_alone() -> None:
     transport.close()
 
 
+def test_nobody_is_asked_to_take_part_in_what_others_are_sent() -> None:
+    transport = Collective()
+    with own(tiny_llama()) as engine, own(tiny_llama()) as other:
+        invitations = Invitations()
+        links = [Link("w0", engine), Link("w1", SpyTarget(_named(other), invitations))]
+        for version, receivers in enumerate((links, links[:1], links), start=1):
+            package, run = sealed(transport, layout_of(engine), tiny_llama(seed=version), version)
+            for end in transport.send(package, run, receivers, Deadline.after(30)).values():
+                assert end.result(0) is None
+    assert len(invitations.group_ids) == len(set(invitations.group_ids)) == 2
+    transport.close()
+
+
 def test_who_falls_out_of_step_leaves_the_group_and_the_others_go_on() -> None:
     """Another sender's version comes between the two calls of one publish."""
     transport, other = Collective(operation_timeout_s=20.0), Collective()

@@ -183,10 +183,8 @@ class Collective:
     def _meeting_file(self) -> str:
         if self._folder is None:
             self._folder = RunFolder()
-        number = next(self._numbers)
-        # The last to leave removes it, unless a rank was killed; the one before this one may still be in use.
-        (self._folder.path / f"group-{number - 2}").unlink(missing_ok=True)
-        return str(self._folder.path / f"group-{number}")
+        # The last rank to leave removes the file; after a kill it stays, small, until this transport is closed.
+        return str(self._folder.path / f"group-{next(self._numbers)}")
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else HOST
