@@ -83,7 +83,9 @@ class Delivery:
         for shipment in self._shipments:
             if not self._is_overtaken:
                 sent.update(self._send(shipment))
-                commits.update(self._commit(shipment, shipment.links))
+                # Who was given up for being late may be stopped, and would be waited for until the publish's limit.
+                able = [link for link in shipment.links if not _is_late(sent[link.name])]
+                commits.update(self._commit(shipment, able))
         self._note_sent(sent.values(), outcome)
         self._wait(commits.values())
         again = self._roll_forward(commits)
@@ -92,7 +94,11 @@ class Delivery:
         overtaken = []
         for name in (link.name for shipment in self._shipments for link in shipment.links):
             call = commits.get(name)
-            if call is None or (not call.done() and self._is_overtaken):
+            if name in sent and call is None:
+                failure = _failure_of(sent[name])
+                assert failure is not None
+                outcome.failures[name] = failure
+            elif call is None or (not call.done() and self._is_overtaken):
                 overtaken.append(name)
                 outcome.is_certain &= call is None or call.cancel()
             elif not call.done():
@@ -169,6 +175,10 @@ def _broke_off(call: "Future[UpdateRecord | None]") -> bool:
     return isinstance(call.exception(), Exception) and not isinstance(
         call.exception(), (SyncError, RolloutError, TimeoutError)
     )
+
+
+def _is_late(call: "Future[Any]") -> bool:
+    return call.done() and isinstance(_failure_of(call), TimeoutError)
 
 
 def _failure_of(call: "Future[Any]") -> BaseException | None:

@@ -212,6 +212,20 @@ def test_a_group_that_breaks_without_anybody_to_blame_is_tried_twice() -> None:
     transport.close()
 
 
+def test_nobody_waits_for_the_commit_of_a_target_that_was_given_up() -> None:
+    class Stopped:
+        worker_id = "stopped"
+
+        def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+            return Future() if fn is not hello else other.call(hello)
+
+    with own(tiny_llama()) as engine, own(tiny_llama()) as other:
+        with WeightSync([Stopped(), engine], Collective(operation_timeout_s=0.5), SMALL) as weight_sync:
+            report = weight_sync.publish(tiny_llama(seed=1), timeout_s=600.0)
+        assert report.failures == {"stopped": "it did not answer that a version comes within 0.5 s"}
+        assert_same_weights(engine.model, tiny_llama(seed=1))
+
+
 def test_a_target_that_refuses_fails_alone() -> None:
     class Dead:
         worker_id = "dead"
