@@ -284,7 +284,7 @@ def test_who_falls_out_of_step_leaves_the_group_and_the_others_go_on() -> None:
 def test_nothing_grows_over_many_groups_and_close_leaves_nothing() -> None:
     with ExitStack() as stack:
         engines = [stack.enter_context(own(tiny_llama())) for _ in range(2)]
-        before = num_fds(), num_threads()
+        fds, threads = num_fds(), num_threads()
         transport = Collective()
         with WeightSync(engines, transport, SMALL) as weight_sync:
             for number in range(30):
@@ -299,7 +299,8 @@ def test_nothing_grows_over_many_groups_and_close_leaves_nothing() -> None:
             folder = transport._folder.path
             assert len(list(folder.iterdir())) <= 3
         assert not folder.exists()
-        wait_until(lambda: (num_fds(), num_threads()) == before, 20)
+        # at most: a thread of a test before this one may have ended meanwhile
+        wait_until(lambda: num_fds() <= fds and num_threads() <= threads, 20)
 
 
 def test_a_group_of_the_trainers_own_is_left_alone(tmp_path: Path) -> None:
