@@ -142,7 +142,7 @@ def test_nothing_grows_over_twenty_publishes(folder: Path) -> None:
         before = num_fds()
         for _ in range(20):
             weight_sync.publish(tiny_llama(seed=1))
-        assert num_fds() == before
+        assert num_fds() <= before
     assert versions_in(folder) == [19, 20, 21]
     assert {entry.name for entry in folder.iterdir() if not entry.name.startswith("version-")} == {POINTER, "writer"}
 

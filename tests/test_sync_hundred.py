@@ -77,8 +77,8 @@ class Trainer:
 
 
 def check_growth(before: Footprint, after: Footprint) -> None:
-    assert after.fds == before.fds
-    assert after.threads == before.threads
+    assert after.fds <= before.fds
+    assert after.threads <= before.threads
     assert len(after.maps) == len(before.maps)
     assert after.rss_kib - before.rss_kib < GROWTH_KIB
 
