@@ -185,13 +185,16 @@ class WeightSync:
                 if specs is not None:
                     for route in opening.routes:
                         route.layout.manifest.check(specs)
+        # A step of its own: where there is no room, the other ranks must not be in a gather already, waiting for this one.
+        with self._ranks.together("making room for the staging", deadline):
+            if opening is not None:
+                stagings = self._kept.stagings(opening.routes, opening.again)
         with self._ranks.together("staging", deadline):
             tensors = offer.tensors() if isinstance(offer, WeightSource) else offer
             if opening is None:
                 for _ in named_tensors(tensors):
                     pass  # a rank takes part in every gather
             else:
-                stagings = self._kept.stagings(opening.routes, opening.again)
                 self._fill(list(stagings.values()), tensors, f"staging version {opening.version}", deadline, timeout_s)
                 self._kept.seal(stagings, opening.claim, opening.version)
                 self._opener.remember(opening)

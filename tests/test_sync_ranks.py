@@ -16,7 +16,9 @@ from torch import Tensor
 
 from rollout import GenerationEngine
 from sync import ManifestError, SyncError, SyncTimeoutError, WeightSync
+from sync.layout import Layout
 from sync.manifest import held_tensors
+from sync.transports import InProcess
 
 LIMIT_S = 60.0
 
@@ -60,12 +62,12 @@ def _rank(rank: int, store: str, body: Callable[[int], Any], pipe: Connection) -
 class Rank:
     """One rank's model, and on the first rank the engine that it publishes to."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, transport: InProcess | None = None) -> None:
         self.model = tiny_llama(seed=1)
         self.engine = GenerationEngine(tiny_llama(), copy_weights=True) if rank == 0 else None
         if self.engine is not None:
             self.engine.start()
-        self.weight_sync = WeightSync([self.engine] if self.engine is not None else [])
+        self.weight_sync = WeightSync([self.engine] if self.engine is not None else [], transport)
 
     def __enter__(self) -> "Rank":
         return self
@@ -139,6 +141,35 @@ def test_mismatch_is_a_manifest_error_on_every_rank_and_no_rank_is_left_in_a_gat
     assert "unexpected: model.embed_tokens.weight.ghost" in first
     assert second.startswith("rank 0 failed")
     assert "unexpected: model.embed_tokens.weight.ghost" in second
+
+
+class Crowded(InProcess):
+    """Has no room for the first version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_full = True
+
+    def run(self, layout: Layout) -> Tensor:
+        if self._is_full:
+            self._is_full = False
+            raise SyncError("the memory file system is full")
+        return super().run(layout)
+
+
+def _publish_where_there_is_no_room(rank: int) -> Any:
+    with Rank(rank, Crowded()) as it:
+        try:
+            it.weight_sync.publish(it.gathered(), timeout_s=10)
+        except SyncError as error:
+            failure = str(error)
+        return failure, it.weight_sync.publish(it.gathered(), timeout_s=10).version
+
+
+def test_no_room_for_the_staging_is_an_error_on_every_rank_and_no_rank_is_left_in_a_gather(tmp_path: Path) -> None:
+    first, second = run_ranks(tmp_path, _publish_where_there_is_no_room)
+    assert first == ("the memory file system is full", 1)
+    assert second == ("rank 0 failed, and all ranks publish alike: SyncError: the memory file system is full", 1)
 
 
 def _publish_alone(rank: int) -> Any:
