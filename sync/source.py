@@ -43,12 +43,12 @@ class TensorMap:
 
 def as_source(source: Source) -> WeightSource | Iterable[tuple[str, Tensor]]:
     """The source as a WeightSource where its names are known beforehand, else the bare iterable that it is. A module
-    offers each of its parameters and persistent buffers once, as the bare module names it, with adapters merged. What
-    torch.compile, DDP and the like put into the names of a dict is left out; adapters in one are refused."""
+    offers each of its parameters and persistent buffers once, as the bare module names it, with adapters merged; of a dict
+    the names are taken likewise, and adapters are refused, since how they scale is not in it."""
     if isinstance(source, nn.Module):
         return ModuleWeights(source)
     if isinstance(source, Mapping):
-        return TensorMap(_under_engine_names(source))
+        return TensorMap(_under_bare_names(source))
     if isinstance(source, WeightSource):
         return source
     if isinstance(source, str) or not isinstance(source, Iterable):
@@ -69,17 +69,18 @@ def named_tensors(offer: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
         yield name, tensor
 
 
-def _under_engine_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if not all(isinstance(name, str) for name in tensors):
-        return tensors  # refused by name below
+def _under_bare_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for name in tensors:
+        if not isinstance(name, str):
+            raise SyncError(f"a tensor's name must be a string, got {name!r}")
     offered: dict[str, Tensor] = {}
-    for name, canonical in canonical_names(tensors).items():
-        if canonical is None:
+    for name, bare in canonical_names(tensors).items():
+        if bare is None:
             raise SyncError(
-                f"{name} belongs to an adapter, which an engine does not have: publish the weights that it makes, with "
-                "sync.MergedLora(model) or trainer_adapters.PolicyView(model)"
+                f"{name} belongs to an adapter, which an engine does not have; publish the model itself, or "
+                "sync.MergedLora(model), so that it is merged on the way"
             )
-        offered[canonical] = tensors[name]
+        offered[bare] = tensors[name]
     return offered
 
 
