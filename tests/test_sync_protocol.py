@@ -429,6 +429,20 @@ def test_versions_grow_although_every_engine_comes_back_empty() -> None:
         fleet.check()
 
 
+@pytest.mark.parametrize("point", ["pause", "copy+1", "leave", "after"])
+def test_a_version_that_a_dying_target_may_have_served_is_never_used_for_other_bytes(point: str) -> None:
+    with fleet_of() as fleet:
+        fleet.publish()
+        for target in fleet.targets:
+            target.forget_who_joins()
+            fault(target, point, "kill")
+        with pytest.raises(SyncError, match="no engine took version 2"):
+            fleet.publish()
+        fleet.recover()
+        assert fleet.publish().version == 3
+        fleet.check()
+
+
 @pytest.mark.parametrize("point", ["begin", "receive+1", "commit", "copy+1"])
 def test_with_all_targets_dying_on_the_way_the_publish_fails_with_all_names(point: str) -> None:
     with fleet_of() as fleet:
