@@ -16,7 +16,11 @@ MAY_IMPORT: dict[str, set[Path]] = {
         Path("rollout/worker_config.py"),
         Path("sync/transports/object_store.py"),
     },
-    "trl": set(),
+    "trl": {
+        Path("trainer_adapters/trl.py"),
+        Path("trainer_adapters/trl_async.py"),
+        Path("trainer_adapters/trl_seams.py"),
+    },
     "peft": {Path("sync/lora.py")},
 }
 """Which files may need what may not be installed."""

@@ -1,0 +1,114 @@
+"""One rollout for each prompt of a trainer, and what stays untouched when one fails."""
+
+import pytest
+from fakes import StepGate, tiny_llama
+
+from rollout import (
+    EngineConfig,
+    FinishReason,
+    GenerationEngine,
+    RolloutConfig,
+    RolloutController,
+    SamplingParams,
+)
+from rollout.delivery import RolloutFuture
+from trainer_adapters import AdapterError
+from trainer_adapters.generation import generator_of, groups, is_usable
+
+A, B, TOO_LONG = [5, 6, 7], [8, 9], list(range(2, 60)) * 9
+PARAMS = SamplingParams(max_new_tokens=6, stop_token_ids=())
+SMALL = EngineConfig(num_blocks=16, page_size=16)
+
+
+class CancelsOne(GenerationEngine):
+    """Ends the first sample of the first group before it has a token."""
+
+    num_submitted = 0
+
+    def submit_group(self, *args: object, **kwargs: object) -> list[RolloutFuture]:
+        if self.num_submitted:
+            return super().submit_group(*args, **kwargs)
+        gate = StepGate(self)
+        futures = super().submit_group(*args, **kwargs)
+        self.num_submitted += 1
+        self.cancel(futures[0].request_id)
+        gate.open()
+        return futures
+
+
+def make(source: GenerationEngine | RolloutController, max_retries: int = 1):
+    return generator_of(source, timeout_s=60, max_retries=max_retries)
+
+
+def test_equal_neighbours_are_one_group_of_at_most_the_group_size() -> None:
+    assert list(groups([A, A, A, B, A], 2)) == [(A, 2), (A, 1), (B, 1), (A, 1)]
+
+
+def test_rollouts_come_in_the_order_of_the_prompts() -> None:
+    with GenerationEngine(tiny_llama(), SMALL) as engine:
+        rollouts = make(engine).generate([A, A, B, B, A], PARAMS, 2)
+    assert [rollout.prompt_ids for rollout in rollouts] == [A, A, B, B, A]
+    assert all(is_usable(rollout) for rollout in rollouts)
+
+
+def test_sample_that_is_lost_is_generated_again_alone() -> None:
+    with CancelsOne(tiny_llama(), SMALL) as engine:
+        rollouts = make(engine).generate([A, A, B, B], PARAMS, 2)
+        assert [len(rollout.token_ids) for rollout in rollouts] == [6, 6, 6, 6]
+        assert engine.stats().generated_tokens == 4 * 6, "a sibling was generated again"
+
+
+def test_sample_that_fails_for_good_leaves_its_siblings() -> None:
+    with CancelsOne(tiny_llama(), SMALL) as engine:
+        rollouts = make(engine, max_retries=0).generate([A, A, B, B], PARAMS, 2)
+    assert [is_usable(rollout) for rollout in rollouts] == [False, True, True, True]
+    assert rollouts[0].finish_reason is FinishReason.ABORT
+
+
+def test_refused_prompt_fails_alone() -> None:
+    with GenerationEngine(tiny_llama(), SMALL) as engine:
+        rollouts = make(engine).generate([A, TOO_LONG, B], PARAMS, 1)
+    assert [is_usable(rollout) for rollout in rollouts] == [True, False, True]
+    assert rollouts[1].prompt_ids == TOO_LONG
+    assert "522" in str(rollouts[1].error), "the reason does not name the prompt's length"
+
+
+def test_batch_of_which_nothing_could_be_generated_raises_the_reason() -> None:
+    with GenerationEngine(tiny_llama(), SMALL) as engine, pytest.raises(AdapterError, match=r"none of 2 samples.*522"):
+        make(engine).generate([TOO_LONG, TOO_LONG], PARAMS, 2)
+
+
+def test_engine_that_dies_is_restarted_and_its_samples_go_on() -> None:
+    with GenerationEngine(tiny_llama(), SMALL) as engine:
+        steps = iter(range(1000))
+
+        def die_once(*_: object) -> None:
+            if next(steps) == 3:
+                raise RuntimeError("a forward failed")
+
+        engine.model.register_forward_pre_hook(die_once)
+        rollouts = make(engine).generate([A, A, B, B], PARAMS, 2)
+        assert [len(rollout.token_ids) for rollout in rollouts] == [6, 6, 6, 6]
+        assert next(steps) > 6, "the loop never died, so this shows nothing"
+
+
+def test_controller_generates_the_trainers_prompts_while_its_own_rest() -> None:
+    controller = RolloutController(tiny_llama(), [[3, 4]] * 50, config=RolloutConfig(group_size=2, prompts_per_step=2))
+    with controller:
+        rollouts = make(controller).generate([A, A, B, B], PARAMS, 2)
+        assert [rollout.prompt_ids for rollout in rollouts] == [A, A, B, B]
+        issued = controller.metrics()["rollout/samples_issued"]
+        make(controller).generate([A, A], PARAMS, 2)
+        assert controller.metrics()["rollout/samples_issued"] == issued
+
+
+def test_sample_that_fails_in_a_controller_fails_alone() -> None:
+    controller = RolloutController(
+        tiny_llama(), [[3, 4]], engine=SMALL, config=RolloutConfig(group_size=2, prompts_per_step=1)
+    )
+    with controller:
+        rollouts = make(controller).generate([A, A, TOO_LONG, TOO_LONG, B, B], PARAMS, 2)
+        assert [is_usable(rollout) for rollout in rollouts] == [True, True, False, False, True, True]
+        assert [rollout.prompt_ids for rollout in rollouts] == [A, A, TOO_LONG, TOO_LONG, B, B]
+        with pytest.raises(AdapterError, match="none of 1"):
+            make(controller).generate([TOO_LONG], PARAMS, 1)

@@ -1,0 +1,183 @@
+"""Rollouts for prompts that a trainer brings, where one that fails fails alone."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import groupby
+from typing import Protocol
+
+from rollout import (
+    EngineDeadError,
+    EngineState,
+    FinishReason,
+    GenerationEngine,
+    InvalidRequestError,
+    Rollout,
+    RolloutController,
+    SamplingParams,
+)
+from trainer_adapters.errors import AdapterError
+
+log = logging.getLogger("rollsync")
+
+GRACE_S = 30.0
+"""How long after its own limit a request's result may come."""
+
+
+class Generator(Protocol):
+    """One rollout for each prompt, in their order."""
+
+    def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
+        """Equal neighbours among the prompts are samples of one prompt, which is prefilled once for each `group_size` of
+        them. A sample that could not be generated is not `is_usable`, says why in `error`, and touches no other one.
+        Raises AdapterError if not one could be, and what the engine or fleet raises when it serves nothing."""
+
+
+def generator_of(source: GenerationEngine | RolloutController, *, timeout_s: float, max_retries: int) -> Generator:
+    """`timeout_s` bounds each sample. `max_retries`: how often one is tried again that an engine lost; a controller has
+    its own setting for that."""
+    if isinstance(source, GenerationEngine):
+        return EngineGenerator(source, timeout_s=timeout_s, max_retries=max_retries)
+    return ControllerGenerator(source, timeout_s=timeout_s)
+
+
+def is_usable(rollout: Rollout) -> bool:
+    """Whether it came to an end of its own: at a stop, or at `max_new_tokens`."""
+    return bool(rollout.token_ids) and rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class EngineGenerator:
+    """Asks one engine. What the engine lost goes on from what it had; if it died, it is restarted for that."""
+
+    def __init__(self, engine: GenerationEngine, *, timeout_s: float, max_retries: int) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+
+    def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
+        self._revive()
+        rollouts = self._wait([f for ids, size in groups(prompts, group_size) for f in self._group(ids, params, size)])
+        for _ in range(self._max_retries):
+            lost = [i for i, r in enumerate(rollouts) if r.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)]
+            if not lost:
+                break
+            self._revive()
+            again = self._wait([self._again(rollouts[i], params) for i in lost])
+            for i, rollout in zip(lost, again, strict=True):
+                rollouts[i] = rollout
+        return _checked(rollouts)
+
+    def _group(self, prompt_ids: list[int], params: SamplingParams, size: int) -> "Sequence[Future[Rollout]]":
+        return self._submitted(
+            prompt_ids,
+            size,
+            lambda: self._engine.submit_group(prompt_ids, params, size=size, timeout_s=self._timeout_s),
+        )
+
+    def _again(self, lost: Rollout, params: SamplingParams) -> "Future[Rollout]":
+        def submit() -> "Sequence[Future[Rollout]]":
+            had = lost if lost.token_ids else None
+            return [
+                self._engine.submit(
+                    lost.prompt_ids,
+                    params,
+                    sample_index=lost.sample_index,
+                    timeout_s=self._timeout_s,
+                    resume_from=had,
+                )
+            ]
+
+        return self._submitted(lost.prompt_ids, 1, submit)[0]
+
+    @staticmethod
+    def _submitted(
+        prompt_ids: list[int], size: int, submit: "Callable[[], Sequence[Future[Rollout]]]"
+    ) -> "Sequence[Future[Rollout]]":
+        try:
+            return submit()
+        except (InvalidRequestError, EngineDeadError) as error:  # of this prompt; of all that are under way
+            refused: Future[Rollout] = Future()
+            refused.set_result(_failed(prompt_ids, error))
+            return [refused] * size
+
+    def _wait(self, futures: "Sequence[Future[Rollout]]") -> list[Rollout]:
+        try:
+            return [future.result(self._timeout_s + GRACE_S) for future in futures]
+        except BaseException:
+            # An interrupted caller gets no results: what it asked for must not go on in its name.
+            for future in futures:
+                future.cancel()
+            raise
+
+    def _revive(self) -> None:
+        if self._engine.state is EngineState.DEAD:
+            self._engine.restart()
+
+
+class ControllerGenerator:
+    """Asks a fleet, through `RolloutController.evaluate`, which retries on other workers. The controller's own prompts
+    rest meanwhile: it is drained before the first request."""
+
+    def __init__(self, controller: RolloutController, *, timeout_s: float) -> None:
+        self._controller = controller
+        self._timeout_s = timeout_s
+        self._is_drained = False
+
+    def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
+        if not self._is_drained:
+            self._controller.drain(self._timeout_s)
+            self._is_drained = True
+        whole = list(groups(prompts, group_size))
+        if all(size == group_size for _, size in whole):
+            return _checked(self._evaluated([ids for ids, _ in whole], params, group_size))
+        return _checked(self._evaluated(list(prompts), params, 1))
+
+    def _evaluated(self, prompts: list[list[int]], params: SamplingParams, num_samples: int) -> list[Rollout]:
+        try:
+            return self._controller.evaluate(prompts, params, num_samples=num_samples, timeout_s=self._timeout_s)
+        except InvalidRequestError as error:
+            if len(prompts) == num_samples == 1:
+                return [_failed(prompts[0], error)]
+            log.warning(
+                "some of %d samples failed, the others are generated again: %s", len(prompts) * num_samples, error
+            )
+        # An evaluation fails as a whole: halve it until the failing sample is alone.
+        if num_samples > 1:
+            return [r for ids in prompts for r in self._evaluated([ids] * num_samples, params, 1)]
+        half = len(prompts) // 2
+        return self._evaluated(prompts[:half], params, 1) + self._evaluated(prompts[half:], params, 1)
+
+
+def groups(prompts: Sequence[list[int]], group_size: int) -> Iterator[tuple[list[int], int]]:
+    """Equal neighbours as (prompt, how many), at most `group_size` at once."""
+    for prompt_ids, same in groupby(prompts):
+        left = len(list(same))
+        while left:
+            size = min(left, group_size)
+            yield prompt_ids, size
+            left -= size
+
+
+def _checked(rollouts: list[Rollout]) -> list[Rollout]:
+    broken = [rollout for rollout in rollouts if not is_usable(rollout)]
+    for rollout in broken:
+        log.warning("sample %s failed (%s): %s", rollout.rollout_id, rollout.finish_reason, rollout.error)
+    if broken and len(broken) == len(rollouts):
+        raise AdapterError(
+            f"none of {len(rollouts)} samples could be generated; the first: {broken[0].error or broken[0].finish_reason}"
+        )
+    return rollouts
+
+
+def _failed(prompt_ids: list[int], error: Exception) -> Rollout:
+    return Rollout(
+        rollout_id="refused",
+        prompt_ids=prompt_ids,
+        token_ids=[],
+        logprobs=[],
+        loss_mask=[],
+        version_spans=[],
+        prefill_version=None,
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+    )
