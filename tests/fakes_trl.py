@@ -14,12 +14,12 @@ TEMPLATE = (
 
 
 def number_tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is the word "w<i>"; the ids of a prompt can be read off its text."""
-    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
-    core = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    """Token i, from 3 on, is the word "w<i>": the ids of a prompt can be read off its text."""
+    words = {"<pad>": 0, "<eos>": EOS_ID, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCAB_SIZE)}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="w0", eos_token=f"w{EOS_ID}", unk_token="w2", chat_template=TEMPLATE
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=TEMPLATE
     )
 
 

@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[Path]] = {
     "trl": {
         Path("trainer_adapters/trl.py"),
         Path("trainer_adapters/trl_async.py"),
+        Path("trainer_adapters/trl_prompts.py"),
         Path("trainer_adapters/trl_seams.py"),
     },
     "peft": {Path("sync/lora.py")},

@@ -20,7 +20,8 @@ from rollout.delivery import RolloutFuture
 from sync import SyncError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
-from trainer_adapters.trl import EngineBackend, EngineGRPOTrainer, EngineRLOOTrainer, EngineRolloutFunc, prompt_ids_of
+from trainer_adapters.trl import EngineBackend, EngineGRPOTrainer, EngineRLOOTrainer, EngineRolloutFunc
+from trainer_adapters.trl_prompts import prompt_ids_of
 from trainer_adapters.trl_seams import Seam, check_seams, seams_of
 
 CORRECTION = "sampling/sampling_logp_difference/max"

@@ -1,6 +1,7 @@
 """Rollouts for prompts that a trainer brings, where one that fails fails alone."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import groupby
@@ -146,6 +147,18 @@ class ControllerGenerator:
             return [r for ids in prompts for r in self._evaluated([ids] * num_samples, params, 1)]
         half = len(prompts) // 2
         return self._evaluated(prompts[:half], params, 1) + self._evaluated(prompts[half:], params, 1)
+
+
+def warn_if_renormalising(params: SamplingParams) -> None:
+    """For a trainer that corrects by importance ratios."""
+    if params.top_p < 1 or params.top_k:
+        warnings.warn(
+            f"top_p={params.top_p} and top_k={params.top_k} renormalise the sampling log-probs over the tokens that they keep, "
+            "while the trainer's are over all: the importance ratios are biased below 1. Set top_p=1.0 and top_k=0, or do "
+            "without the correction (GRPO: vllm_importance_sampling_correction=False)",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def groups(prompts: Sequence[list[int]], group_size: int) -> Iterator[tuple[list[int], int]]:

@@ -14,7 +14,6 @@ siblings train as they are. The reward functions see `rollout_failed`. If a whol
 """
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +23,13 @@ import torch
 from accelerate.utils import broadcast_object_list, gather, gather_object
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.data_utils import is_conversational
 
 from rollout import GenerationEngine, Rollout, RolloutController, SamplingParams
 from sync import SyncConfig
 from trainer_adapters.errors import AdapterError
-from trainer_adapters.generation import Generator, generator_of, is_usable
+from trainer_adapters.generation import Generator, generator_of, is_usable, warn_if_renormalising
 from trainer_adapters.publishing import PolicyPublisher
+from trainer_adapters.trl_prompts import prompt_ids_of
 from trainer_adapters.trl_seams import check_seams, seams_of
 
 __all__ = ["EngineBackend", "EngineGRPOTrainer", "EngineRLOOTrainer", "EngineRolloutFunc"]
@@ -301,17 +300,6 @@ def sampling_of(trainer: Any) -> SamplingParams:
     )
 
 
-def prompt_ids_of(prompts: list[Any], tokenizer: Any, template_kwargs: dict[str, Any]) -> list[list[int]]:
-    """The ids of TRL's prompts, text or chat messages, as TRL itself would make them."""
-    if is_conversational({"prompt": prompts[0]}):
-        encoded = tokenizer.apply_chat_template(
-            conversation=prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-        )
-    else:
-        encoded = tokenizer(text=prompts)
-    return [list(ids) for ids in encoded["input_ids"]]
-
-
 def generation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Of one batch, by name."""
     good = [rollout for rollout in rollouts if is_usable(rollout)]
@@ -353,11 +341,4 @@ def _check_correction(trainer: Any) -> None:
             f"the vespo loss needs vllm_importance_sampling_mode token_truncate or token_mask, got "
             f"{args.vllm_importance_sampling_mode!r}"
         )
-    if trainer.top_p < 1 or trainer.top_k:
-        warnings.warn(
-            f"top_p={trainer.top_p} and top_k={trainer.top_k} renormalise the sampling log-probs over the tokens that they "
-            "keep, while the trainer's are over all: the importance ratios are biased below 1. Set top_p=1.0 and top_k=0, "
-            "or vllm_importance_sampling_correction=False",
-            UserWarning,
-            stacklevel=3,
-        )
+    warn_if_renormalising(sampling_of(trainer))

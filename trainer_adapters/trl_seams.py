@@ -45,6 +45,14 @@ CONFIG = (
     *("use_vllm", "use_transformers_continuous_batching", "max_completion_length", "num_generations", "temperature"),
     *("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"),
 )
+ASYNC_CONFIG = (
+    *("num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "token_budget"),
+)
+SAMPLE = (
+    *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs", "advantage", "model_version"),
+    *("group_id", "metrics", "enqueued_at"),
+)
 
 
 def seams_of(trainer: type[Any], config: type[Any]) -> list[Seam]:
@@ -61,6 +69,26 @@ def seams_of(trainer: type[Any], config: type[Any]) -> list[Seam]:
         seams.append(Seam(of=trainer._generate, reads=(*BACKEND, "rollout_func")))
         seams.append(Seam(of=trainer._generate_and_score_completions, reads=correction))
     return seams
+
+
+def async_seams() -> list[Seam]:
+    """Those of AsyncGRPO: its two plug-in protocols, and what crosses the queue between worker and trainer."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    trainer = AsyncGRPOTrainer
+    worker, transfer = async_grpo_trainer.RolloutWorkerProtocol, async_grpo_trainer.WeightTransferProtocol
+    return [
+        Seam(of=trainer.__init__, takes=("rollout_worker", "weight_transfer")),
+        Seam(of=trainer._sync_weight_merged, reads=("pause", "send_weights", "resume", "update_model_version")),
+        Seam(of=trainer._inner_training_loop, reads=("stop", "destroy")),
+        Seam(of=trainer.log, reads=("metrics_queue",)),
+        Seam(of=worker.update_model_version, takes=("model_version",)),
+        Seam(of=worker.check_health, takes=("stale_after_s",)),
+        Seam(of=transfer.send_weights, takes=("iterator",)),
+        Seam(of=AsyncGRPOConfig, takes=("max_staleness", "weight_sync_steps", "chat_template_kwargs", *ASYNC_CONFIG)),
+        Seam(of=RolloutSample, takes=SAMPLE),
+    ]
 
 
 def check_seams(seams: list[Seam]) -> None:

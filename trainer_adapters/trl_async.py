@@ -1,0 +1,385 @@
+"""TRL's AsyncGRPO with rollouts from an engine or a fleet, through its own two plug-in protocols.
+
+    with GenerationEngine.from_pretrained(path) as engine:
+        worker = EngineRolloutWorker(
+            engine, args=args, prompts=dataset, reward_funcs=reward, processing_class=tokenizer
+        )
+        AsyncGRPOTrainer(
+            path, args=args, train_dataset=dataset, processing_class=tokenizer,
+            rollout_worker=worker, weight_transfer=EngineWeightTransfer(engine),
+        ).train()
+
+TRL's order is: init, pause, send, resume, version(1), start; then pause, send, resume, version at each step; stop, destroy.
+Generation does not stand still meanwhile: `send_weights` copies while requests run, and only the engine's own commit
+pauses it. Set `token_budget` in TRL's config (0: off); left at None, TRL asks a vLLM server for it.
+"""
+
+import logging
+import math
+import queue
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from rollout import (
+    GenerationEngine,
+    InvalidRequestError,
+    Lease,
+    Rollout,
+    RolloutConfig,
+    RolloutController,
+    RolloutError,
+    RolloutGroup,
+    RolloutStalledError,
+    SamplingParams,
+)
+from rollout.local_worker import LocalWorker
+from sync import SyncConfig, SyncReport, WeightSync
+from sync.manifest import held_tensors
+from sync.transports.base import Transport
+from trainer_adapters.errors import AdapterError
+from trainer_adapters.generation import warn_if_renormalising
+from trainer_adapters.publishing import engine_of, targets_of
+from trainer_adapters.trl_prompts import (
+    PROMPT,
+    REWARDS,
+    UNSCORABLE,
+    PromptRows,
+    RewardFunc,
+    completion_of,
+    group_reward_of,
+)
+from trainer_adapters.trl_seams import async_seams, check_seams
+
+__all__ = ["EngineRolloutWorker", "EngineWeightTransfer", "rollout_config_of"]
+
+log = logging.getLogger("rollsync")
+
+BATCH_TIMEOUT_S = 86_400.0
+"""A batch may wait for a trainer that evaluates or saves; what really stalls, the controller's watchdogs end sooner."""
+PUT_TIMEOUT_S = 0.2
+"""How long a put into TRL's queue waits before it looks whether the worker was stopped."""
+JOIN_TIMEOUT_S = 10.0
+
+
+class EngineRolloutWorker:
+    """Fills TRL's queue with rewarded samples from a controller's batches.
+
+    With an engine the worker makes the controller itself, over that engine, from `args` (TRL's config), `prompts` (the
+    dataset, again and again) and `reward_funcs` (TRL's kind). A controller comes with prompts and rewards of its own, and
+    is started by its owner.
+
+    Each sample carries the log-probs it was sampled with, and the TRL version of its *oldest* token, since that is what
+    bounds how stale it is. Advantages are TRL's: (r - mean) / (std + 1e-8) over the group's scored samples. A sample that
+    fails is generated again alone, then replaced (`on_failed_sample="refill"`); it never crosses the queue. One without any
+    reward does, with the advantage 0. The queue holds one group: when it is full the worker waits, and drops nothing.
+    """
+
+    def __init__(
+        self,
+        source: GenerationEngine | RolloutController,
+        *,
+        args: AsyncGRPOConfig | None = None,
+        prompts: Any = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        reward_weights: Sequence[float] | None = None,
+        processing_class: Any = None,
+        config: RolloutConfig | None = None,
+    ) -> None:
+        """`config`: instead of what `rollout_config_of(args)` makes. `processing_class`: the tokenizer. AdapterError for
+        arguments that do not go together, and for a TRL whose seams have changed."""
+        check_seams(async_seams())
+        self._source = source
+        self._tokenizer = processing_class
+        self._owns_controller = isinstance(source, GenerationEngine)
+        if isinstance(source, RolloutController):
+            if prompts is not None or reward_funcs is not None or config is not None:
+                raise AdapterError("a controller has prompts, rewards and a config of its own; pass none of them here")
+            self._controller = source
+        else:
+            functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or ())
+            if args is None or prompts is None or not functions or processing_class is None:
+                raise AdapterError("an engine needs args, prompts, reward_funcs and processing_class beside it")
+            weights = list(reward_weights) if reward_weights is not None else [1.0] * len(functions)
+            if len(weights) != len(functions):
+                raise AdapterError(f"{len(functions)} reward functions need as many reward_weights, got {weights}")
+            self._controller = RolloutController.over(
+                RunningEngine(source),
+                PromptRows(prompts, processing_class, args.chat_template_kwargs or {}),
+                tokenizer=processing_class,
+                config=config if config is not None else rollout_config_of(args),
+                group_reward_fn=group_reward_of(functions, weights, processing_class),
+            )
+        warn_if_renormalising(self._controller.config.sampling)  # TRL's ratio is to these log-probs
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(self._controller.config.group_size)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self._versions: list[tuple[int, int]] = []  # (of the engine, of TRL), both rising
+        self._num_groups = 0
+        self._heard_at = time.monotonic()
+        self._failure: BaseException | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to produce. TRL calls it once, after its first weight sync."""
+        if self._thread is not None:
+            raise AdapterError("this EngineRolloutWorker has been started already; make another for another run")
+        if self._owns_controller:
+            self._controller.start()
+        self._heard_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="rollsync-trl-worker", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Produces no more. An engine, and a controller that was passed in, go on: they are their owner's. A batch that is
+        in TRL's hands only in part is given back to that controller as a whole."""
+        self._stopping.set()
+        if self._thread is not None:
+            # It leaves by itself, or waits for a batch by then: what it asked of a controller that has just stopped would
+            # never be answered. In another's controller it goes on waiting, and will give that batch back.
+            self._thread.join(2 * PUT_TIMEOUT_S)
+        if self._owns_controller:
+            self._controller.stop()
+            if self._thread is not None:
+                self._thread.join(JOIN_TIMEOUT_S)
+
+    def update_model_version(self, model_version: int) -> None:
+        """What the engine holds now is what TRL calls this version."""
+        engine = engine_of(self._source)
+        if engine is not None:
+            version = engine.version
+        else:
+            self._controller.workers()  # after what the publish left for the controller's loop to note
+            version = self._controller.version
+        self._versions.append((version, model_version))
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raises RolloutError if the worker has failed, with the cause, and RolloutStalledError if TRL's queue has been empty
+        and nothing has come for `stale_after_s`."""
+        if self._failure is not None:
+            raise RolloutError(f"the rollout worker failed: {self._failure}") from self._failure
+        age_s = time.monotonic() - self._heard_at
+        if age_s > stale_after_s and self.rollout_buffer.empty():
+            status = self._controller.status()
+            why = "; ".join(status["waits_for"]) or "nothing is known to be missing"
+            raise RolloutStalledError(f"no sample came for {age_s:.0f} s: {why}", status)
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                lease = self._controller.next_batch(BATCH_TIMEOUT_S)
+                self._hand_over(lease)
+        except Exception as error:  # the thread's last word: check_health tells TRL
+            if not self._stopping.is_set():
+                self._failure = error
+
+    def _hand_over(self, lease: Lease) -> None:
+        for group in lease.groups:
+            samples = samples_of(group, self._num_groups, self._tokenizer, self._trl_version)
+            self._num_groups += 1
+            for sample in samples:
+                if not self._put(sample):
+                    lease.give_back()
+                    return
+        lease.acknowledge()
+        self.metrics_queue.put(self._controller.metrics())
+
+    def _put(self, sample: RolloutSample) -> bool:
+        """False: the worker was stopped meanwhile."""
+        while not self._stopping.is_set():
+            self._heard_at = time.monotonic()  # while the queue is full it is the trainer that is awaited
+            sample.enqueued_at = time.time()
+            try:
+                self.rollout_buffer.put(sample, timeout=PUT_TIMEOUT_S)
+            except queue.Full:
+                continue
+            self._heard_at = time.monotonic()
+            return True
+        return False
+
+    def _trl_version(self, version: int) -> int:
+        index = bisect_right(self._versions, (version, math.inf)) - 1
+        if index < 0:  # of before the first sync
+            return max(0, self._versions[0][1] - 1) if self._versions else 0
+        return self._versions[index][1]
+
+
+class EngineWeightTransfer:
+    """Brings the weights that TRL sends into an engine, or every worker of a controller.
+
+    The tensors that TRL hands out alias its live parameters, and making them may be a collective: `send_weights` takes all
+    of them, and has copied them, before it waits for any engine to commit. `resume` waits for the commits.
+
+    TRL does not send frozen parameters and buffers. An engine of this process keeps those it has; for a fleet they come
+    from `unsent`, by name.
+    """
+
+    def __init__(
+        self,
+        source: GenerationEngine | RolloutController,
+        *,
+        unsent: Mapping[str, Tensor] | None = None,
+        transport: Transport | None = None,
+        sync_config: SyncConfig | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """`timeout_s` bounds each publish; the other arguments are those of WeightSync."""
+        check_seams(async_seams())
+        self._source = source
+        self._unsent = unsent or {}
+        self._transport = transport
+        self._sync_config = sync_config
+        self._timeout_s = timeout_s
+        self._weight_sync: WeightSync | None = None
+        self._under_way: Future[SyncReport] | None = None
+        self._names: frozenset[str] | None = None
+        self._last_report: SyncReport | None = None
+
+    @property
+    def last_report(self) -> SyncReport | None:
+        """Of the newest publish that has ended; None before the first."""
+        return self._last_report
+
+    def init_weight_transfer(self) -> None:
+        """TRL calls it when training begins; an engine or controller must run by then."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            size = torch.distributed.get_world_size()
+            if size > 1:
+                raise AdapterError(
+                    f"EngineWeightTransfer serves trainers of one process, this one has {size}: TRL sends from its first rank "
+                    "alone, and a WeightSync takes part on all of them"
+                )
+        self._weight_sync = WeightSync(targets_of(self._source), self._transport, self._sync_config)
+
+    def pause(self) -> None:
+        """Nothing: the engines pause for their commits themselves."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """Returns when everything is staged. Raises what `WeightSync.publish` raises."""
+        if self._weight_sync is None:
+            raise AdapterError("send_weights() comes after init_weight_transfer() and before destroy()")
+        self._under_way = self._weight_sync.publish(self._completed(iterator), timeout_s=self._timeout_s, wait=False)
+
+    def resume(self) -> None:
+        """Waits until the engines hold what was sent. SyncError if none of them does."""
+        if self._under_way is not None:
+            self._last_report = self._under_way.result(self._timeout_s)
+            self._under_way = None
+
+    def destroy(self) -> None:
+        """Frees the staging. Safe to call again."""
+        if self._weight_sync is not None:
+            self._weight_sync.close()
+            self._weight_sync = None
+
+    def _completed(self, iterator: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        sent = set()
+        for name, tensor in iterator:
+            sent.add(name)
+            yield name, tensor
+        if not sent or sent != (self._names or sent):
+            # Filled up with what the engine has, such an update would pass for one.
+            raise AdapterError(
+                f"TRL sent {len(sent)} tensors, the first time {len(self._names or ())}: a send must hold every trained tensor"
+            )
+        self._names = frozenset(sent)
+        yield from self._rest(sent)
+
+    def _rest(self, sent: set[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._unsent.items():
+            if name not in sent:
+                yield name, tensor
+        engine = engine_of(self._source)
+        for held in held_tensors(engine.model) if engine is not None else ():
+            if not sent.intersection(held.names) and not any(name in self._unsent for name in held.names):
+                yield held.names[0], held.tensor.detach().clone()
+
+
+class RunningEngine:
+    """A fleet of one engine that somebody else has started, and will stop."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._worker = LocalWorker(engine)
+
+    def start(self, serve_from_version: int) -> Sequence[LocalWorker]:
+        return [self._worker]
+
+    def add_worker(self, serve_from_version: int) -> LocalWorker:
+        raise InvalidRequestError("this fleet is one engine; pass a RolloutController for more")
+
+    def stop(self, timeout_s: float) -> None:
+        self._worker.stop(timeout_s)
+
+
+def rollout_config_of(args: AsyncGRPOConfig) -> RolloutConfig:
+    """TRL's settings as a controller's: a batch is what the trainer uses up between two weight syncs. The controller may
+    run one version less ahead than TRL allows, for the time that samples spend in TRL's queue."""
+    for name, off in (("min_p", (None, 0.0)), ("repetition_penalty", (None, 1.0))):
+        if getattr(args, name) not in off:
+            raise AdapterError(f"{name}={getattr(args, name)!r} is not among what an engine samples with")
+    if args.max_staleness < 1:
+        raise AdapterError(f"max_staleness must be at least 1, got {args.max_staleness}: samples cross TRL's queue")
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.weight_sync_steps
+    return RolloutConfig(
+        group_size=args.num_generations,
+        prompts_per_step=math.ceil(samples / args.num_generations),
+        max_staleness=args.max_staleness - 1,
+        sampling=SamplingParams(
+            max_new_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k or 0,
+        ),
+        seed=args.seed,
+        num_epochs=None,
+        on_failed_sample="refill",
+    )
+
+
+def samples_of(group: RolloutGroup, number: int, tokenizer: Any, trl_version: Any) -> list[RolloutSample]:
+    """A group as TRL trains on it. `number` names the group; `trl_version` maps an engine's version to TRL's."""
+    rewards = np.array([_reward_of(rollout) for rollout in group], dtype=float)
+    scored = ~np.isnan(rewards)
+    mean, std = (rewards[scored].mean(), rewards[scored].std()) if scored.any() else (math.nan, math.nan)
+    advantages = np.where(scored, (rewards - mean) / (std + 1e-8), 0.0)
+    return [
+        RolloutSample(
+            prompt=_messages(rollout.metadata.get(PROMPT, ""), "user"),
+            completion=_messages("" if tokenizer is None else completion_of(rollout, tokenizer), "assistant"),
+            input_ids=np.array(rollout.prompt_ids + rollout.token_ids, dtype=np.int64),
+            completion_mask=np.array([0] * len(rollout.prompt_ids) + rollout.loss_mask, dtype=np.int64),
+            old_log_probs=np.array([0.0] * len(rollout.prompt_ids) + rollout.logprobs, dtype=np.float32),
+            advantage=float(advantage),
+            model_version=trl_version(rollout.min_version),
+            group_id=number,
+            metrics={
+                "reward": float(reward),
+                "reward_std": float(std),
+                **{f"rewards/{name}": value for name, value in rollout.metadata.get(REWARDS, {}).items()},
+            },
+        )
+        for rollout, reward, advantage in zip(group, rewards, advantages, strict=True)
+    ]
+
+
+def _reward_of(rollout: Rollout) -> float:
+    if rollout.metadata.get(UNSCORABLE):
+        return math.nan
+    if rollout.reward is None:
+        raise AdapterError(f"rollout {rollout.rollout_id} has no reward; give the controller a reward function")
+    return rollout.reward
+
+
+def _messages(content: Any, role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}] if isinstance(content, str) else list(content)
