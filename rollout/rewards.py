@@ -199,6 +199,8 @@ def _failure(error: Exception, timeout_s: float) -> RewardError:
 
 
 def _finite(value: Any) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value  # the usual case, and abstract classes are slow to ask
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if not isinstance(value, Real) or not math.isfinite(value):

@@ -244,7 +244,9 @@ class SimulatedWorker:
             running.started_at = self._loop.now() + self._prefill_s
             running.commit = len(self._commits) - 1
             had = 0 if running.before is None else len(running.before.token_ids)
-            fails = running.item.attempt == 0 and self._draw(running, "error") < self._faults.error_rate
+            fails = False
+            if self._faults.error_rate and running.item.attempt == 0:
+                fails = self._draw(running, "error") < self._faults.error_rate
             todo = max(1, running.length - had) if not fails else max(1, (running.length - had) // 2)
             seconds = self._prefill_s + todo / self._tokens_per_s
             self._loop.call_later(seconds, lambda running=running, fails=fails: self._is_done(running, fails))  # type: ignore[misc]
