@@ -1,34 +1,34 @@
 """`RolloutController`: batches of complete, rewarded groups from a fleet that never stops."""
 
-import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from rollout import checkpoint
+from rollout.checkpoint import HighestVersion
 from rollout.collection import GroupWork
 from rollout.config import EngineConfig
 from rollout.coordinator import Coordinator
 from rollout.engine import GenerationEngine
-from rollout.entries import Ending, GroupState
+from rollout.entries import Ending
 from rollout.errors import EngineStateError, InvalidRequestError, RolloutStalledError
 from rollout.fleet import Fleet, FleetWorker, Loop
+from rollout.fleets import fleet_for
 from rollout.groups import KeepGroup, rewards_differ
 from rollout.lease import Lease
 from rollout.local_fleet import LocalFleet
 from rollout.loop import ThreadLoop
-from rollout.metrics import ledger_metrics
 from rollout.prompts import Prompt, Prompts, Rows, encode_prompt
-from rollout.report import Status
+from rollout.report import Status, metrics_of
 from rollout.requests import check_limit
 from rollout.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
 from rollout.rollout_config import RolloutConfig
@@ -44,9 +44,9 @@ log = logging.getLogger("rollsync")
 
 T = TypeVar("T")
 
+STOP_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 60.0
 """How long the loop may take to answer what it answers at once."""
-STATE_FORMAT = 1
 
 
 class RolloutController:
@@ -82,7 +82,7 @@ class RolloutController:
         here. `keep_group(rollouts)`: the dynamic filter, for rules beyond `RolloutConfig.drop_equal_rewards`."""
         config = config if config is not None else RolloutConfig()
         self._set_up(
-            _fleet_for(model, engine if engine is not None else EngineConfig(), config, workers, tokenizer),
+            fleet_for(model, engine if engine is not None else EngineConfig(), config, workers, tokenizer),
             prompts,
             reward_fn,
             group_reward_fn=group_reward_fn,
@@ -141,9 +141,9 @@ class RolloutController:
         self.fleet = fleet
         self._tokenizer = tokenizer
         self._loop = loop if loop is not None else ThreadLoop()
+        if rewards is None:
+            rewards = RewardPool(config.reward_concurrency, config.reward_timeout_s)
         self._rewards = rewards
-        if self._rewards is None:
-            self._rewards = RewardPool(config.reward_concurrency, config.reward_timeout_s)
         scoring = Scoring(self._rewards, self._loop, reward_fn, group_reward_fn, tokenizer)
         self._prompts = Prompts(
             prompts,
@@ -152,6 +152,7 @@ class RolloutController:
             shuffle_seed=config.seed if config.shuffle else None,
         )
         self._log = None if config.rollouts_jsonl is None else RolloutLog(Path(config.rollouts_jsonl))
+        self._highest = HighestVersion(None if config.versions_file is None else Path(config.versions_file))
         self._coordinator = Coordinator(
             self._loop,
             self._prompts,
@@ -159,9 +160,9 @@ class RolloutController:
             config,
             keep_group=keep_group,
             on_end=self._group_ended,
-            on_version=self._version_moved,
+            on_version=self._highest.saw,
         )
-        self._highest_version = self._read_versions_file()
+        self._bar = tqdm(desc="rollouts", unit="rollout") if config.progress_bar else None
         self._life = threading.Lock()
         self._is_running = False
         self._has_stopped = False
@@ -174,28 +175,37 @@ class RolloutController:
         with self._life:
             if self._is_running or self._has_stopped:
                 raise EngineStateError("the controller is running already, or was stopped; make a new one")
-            serve_from = self._highest_version + 1 if self._highest_version else 0
-            if self._pending_state is not None:
-                serve_from = self._load(self._pending_state)
-            workers = self.fleet.start(serve_from)
+            try:
+                if self._pending_state is not None:
+                    checkpoint.load(self._coordinator, self._pending_state, self._highest)
+                workers = self.fleet.start(self._highest.next)
+            except BaseException:
+                # `with` does not leave what it could not enter
+                self._has_stopped = True
+                self._release(STOP_TIMEOUT_S)
+                raise
             self._loop.start(self._coordinator.fail)
             self._is_running = True
         self._ask(lambda: self._begin(workers))
 
-    def stop(self, timeout_s: float = 30.0) -> None:
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Ends generation. What is outstanding is lost unless `state_dict()` was taken. Safe to call again."""
         with self._life:
             was_running, self._is_running, self._has_stopped = self._is_running, False, True
         if was_running:
             self._loop.stop(timeout_s)
             self._coordinator.fail(EngineStateError("the controller was stopped"))
-        assert self._rewards is not None
-        self._rewards.stop(timeout_s)
-        self.fleet.stop(timeout_s)
+        self._release(timeout_s)
         if was_running:
             self._loop.join(timeout_s)
+
+    def _release(self, timeout_s: float) -> None:
+        self._rewards.stop(timeout_s)
+        self.fleet.stop(timeout_s)
         if self._log is not None:
             self._log.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -234,6 +244,7 @@ class RolloutController:
                 future.result().give_back()
             raise
         self._coordinator.metrics.waited_s += self._loop.now() - began_at
+        self._show(lease)
         return lease
 
     def drain(self, timeout_s: float = 600.0) -> None:
@@ -360,7 +371,7 @@ class RolloutController:
 
     def metrics(self) -> dict[str, float]:
         """Numbers by the field's names: `rollout/...`, `reward/...`, `engine/...`, `trainer/...`."""
-        return self._ask(self._metrics)
+        return self._ask(lambda: metrics_of(self._coordinator))
 
     def state_dict(self, *, snapshot_timeout_s: float = 30.0) -> dict[str, Any]:
         """JSON-safe: everything that a run needs to go on elsewhere with no prompt lost and none trained twice: the prompt
@@ -376,7 +387,7 @@ class RolloutController:
                 self._ask(
                     lambda w=worker.worker_id, r=rollouts: self._coordinator.on_snapshot(w, r)  # type: ignore[misc]
                 )
-        return self._ask(self._state_dict)
+        return self._ask(lambda: checkpoint.save(self._coordinator, self._highest))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint, in a controller that has not started: over the same prompts, with the same seed. The
@@ -384,16 +395,7 @@ class RolloutController:
         workers serve nothing until they hold it."""
         if self._is_running or self._has_stopped:
             raise EngineStateError("load_state_dict() comes before the start: make a new controller, load, then start")
-        if state.get("format") != STATE_FORMAT:
-            raise InvalidRequestError(
-                f"this is no state of a RolloutController, or of another release: {state.get('format')!r}"
-            )
-        mine, saved = self._fingerprint(), state["config"]
-        differing = [
-            f"{name}: {saved.get(name)!r} then, {mine[name]!r} now" for name in mine if mine[name] != saved.get(name)
-        ]
-        if differing:
-            raise InvalidRequestError(f"the checkpoint is of another configuration ({'; '.join(differing)})")
+        checkpoint.check(self._coordinator, state)
         self._pending_state = state
 
     # ------------------------------------------------------------------------------------------------------- inside
@@ -404,72 +406,14 @@ class RolloutController:
             self._coordinator.add_worker(worker)
         self._coordinator.begin()
 
-    def _load(self, state: Mapping[str, Any]) -> int:
-        """The version that the checkpoint's weights are called by."""
-        coordinator = self._coordinator
-        numbers = [work["number"] for work in state["works"]["works"]]
-        prompts = self._prompts.rewind(state["cursor"], numbers)
-        coordinator.collection.load_state_dict(state["works"], prompts, now=self._loop.now())
-        highest = max(self._highest_version, state["highest_version"])
-        serve_from = highest + 1 if highest else 0
-        coordinator.collection.rewind(state["policy_version"], serve_from)
-        coordinator.rescore()
-        return serve_from
-
-    def _state_dict(self) -> dict[str, Any]:
-        coordinator = self._coordinator
-        handout = coordinator.handout
-        # a batch has been trained on, and its publish is to come: the weights saved now are those of the next version
-        owed = handout.handed_version == coordinator.version and not handout.leases
-        return {
-            "format": STATE_FORMAT,
-            "config": self._fingerprint(),
-            "cursor": self._prompts.cursor,
-            "policy_version": coordinator.version + int(owed),
-            "highest_version": max(self._highest_version, coordinator.version),
-            "works": coordinator.collection.state_dict(),
-        }
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {
-            "seed": self.config.seed,
-            "shuffle": self.config.shuffle,
-            "group_size": self.config.group_size,
-            "num_prompts": self._prompts.length,
-            "max_new_tokens": self.config.sampling.max_new_tokens,
-        }
-
-    def _metrics(self) -> dict[str, float]:
-        coordinator = self._coordinator
-        ledger = coordinator.collection.ledger
-        attempts = {str(ending): count for ending, count in ledger.attempts_ended.items()}
-        values = coordinator.metrics.as_dict(self._loop.now())
-        values |= ledger_metrics(ledger.counts(), ledger.imbalance(), attempts)
-        values |= {f"rollout/groups_{state}": float(ledger.num_groups(state)) for state in GroupState}
-        values["rollout/late_results"] = float(ledger.late)
-        values["rollout/duplicate_results"] = float(ledger.duplicates)
-        values["engine/version"] = float(coordinator.version)
-        values["engine/idle_share"] = coordinator.roster.idle_share()
-        rates = [seat.tokens_per_s for seat in coordinator.roster.seats.values()]
-        values["engine/tokens_per_s"] = sum(rates)
-        values["engine/tokens_per_s_per_worker"] = sum(rates) / len(rates) if rates else 0.0
-        return values
+    def _show(self, lease: Lease) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix(version=lease.version, staleness=lease.staleness, refresh=False)
+            self._bar.update(len(lease.rollouts))
 
     def _group_ended(self, work: GroupWork, ending: Ending) -> None:
         if self._log is not None:
             self._log.write(work, ending)
-
-    def _version_moved(self, version: int) -> None:
-        self._highest_version = max(self._highest_version, version)
-        if self.config.versions_file is not None:
-            path = Path(self.config.versions_file)
-            beside = path.with_name(path.name + ".new")
-            beside.write_text(json.dumps({"highest_version": self._highest_version}))
-            os.replace(beside, path)
-
-    def _read_versions_file(self) -> int:
-        path = None if self.config.versions_file is None else Path(self.config.versions_file)
-        return int(json.loads(path.read_text())["highest_version"]) if path is not None and path.exists() else 0
 
     def _check_running(self) -> None:
         if not self._is_running:
@@ -501,34 +445,3 @@ class RolloutController:
                 return future.result()
             future.cancel()
             raise RolloutStalledError(f"{doing} took longer than {timeout_s:g} s", self._coordinator.status()) from None
-
-
-def _fleet_for(
-    model: PreTrainedModel | str | Callable[[], PreTrainedModel],
-    engine: EngineConfig,
-    config: RolloutConfig,
-    workers: "WorkerConfig | None",
-    tokenizer: Any,
-) -> Fleet:
-    if config.num_workers == 0:
-        if not isinstance(model, PreTrainedModel):
-            raise InvalidRequestError(
-                f"with num_workers=0 the engine lives here and needs a model, got {type(model).__name__}; load it first"
-            )
-        if workers is not None:
-            raise InvalidRequestError("workers=... is for Ray workers; set RolloutConfig.num_workers, or leave it out")
-        return LocalFleet(GenerationEngine(model, engine, tokenizer=tokenizer))
-    if isinstance(model, nn.Module):
-        raise InvalidRequestError(
-            f"with num_workers={config.num_workers} each worker loads its own model: pass a path, a hub name or an importable "
-            "factory, and publish the weights with sync.WeightSync"
-        )
-    from rollout.pool import RayFleet
-    from rollout.worker_config import WorkerConfig
-
-    placed = (
-        replace(workers, model=model, engine=engine)
-        if workers is not None
-        else WorkerConfig(model=model, engine=engine)
-    )
-    return RayFleet(placed, config.num_workers, placement=config.placement)

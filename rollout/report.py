@@ -1,8 +1,9 @@
-"""`status()`: who waits for what, in words and numbers."""
+"""`status()`, who waits for what in words; `metrics()`, how it goes in numbers."""
 
 from typing import TYPE_CHECKING, Any
 
 from rollout.entries import GroupState, SampleState
+from rollout.metrics import ledger_metrics
 
 if TYPE_CHECKING:
     from rollout.coordinator import Coordinator
@@ -46,6 +47,23 @@ def status_of(coordinator: "Coordinator") -> Status:
         },
         "last_failure": coordinator.collection.last_failure,
     }
+
+
+def metrics_of(coordinator: "Coordinator") -> dict[str, float]:
+    """By the field's names."""
+    ledger = coordinator.collection.ledger
+    attempts = {str(ending): count for ending, count in ledger.attempts_ended.items()}
+    values = coordinator.metrics.as_dict(coordinator.loop.now())
+    values |= ledger_metrics(ledger.counts(), ledger.imbalance(), attempts)
+    values |= {f"rollout/groups_{state}": float(ledger.num_groups(state)) for state in GroupState}
+    values["rollout/late_results"] = float(ledger.late)
+    values["rollout/duplicate_results"] = float(ledger.duplicates)
+    values["engine/version"] = float(coordinator.version)
+    values["engine/idle_share"] = coordinator.roster.idle_share()
+    rates = [seat.tokens_per_s for seat in coordinator.roster.seats.values()]
+    values["engine/tokens_per_s"] = sum(rates)
+    values["engine/tokens_per_s_per_worker"] = sum(rates) / len(rates) if rates else 0.0
+    return values
 
 
 def waits_for(coordinator: "Coordinator") -> list[str]:

@@ -88,7 +88,7 @@ class RolloutConfig:
     versions_file: Path | str | None = None
     """A file that keeps the highest version ever published, for a run that goes on from an older checkpoint."""
     progress_bar: bool = False
-    """A live line: batches, rollouts, staleness, tokens a second."""
+    """A live line: rollouts handed out, their rate, the version and the staleness of the last batch."""
 
     def __post_init__(self) -> None:
         for name, low in (

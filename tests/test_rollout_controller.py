@@ -760,6 +760,13 @@ def test_rollouts_are_written_as_they_end(tmp_path: object) -> None:
     assert all(line["token_ids"] and line["reward"] is not None for line in lines)
 
 
+def test_a_live_line_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config(progress_bar=True)) as controller:
+        controller.next_batch(timeout_s=500).acknowledge()
+    assert "16rollout" in capsys.readouterr().err
+
+
 def test_a_new_run_labels_its_tokens_above_the_highest_version_ever_published(tmp_path: object) -> None:
     config = a_config(versions_file=f"{tmp_path}/versions.json")
     fleet = a_fleet()
