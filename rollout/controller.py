@@ -3,8 +3,9 @@
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -45,6 +46,7 @@ log = logging.getLogger("rollsync")
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 30.0
+SNAPSHOTS_AT_ONCE = 16
 ASK_TIMEOUT_S = 60.0
 """How long the loop may take to answer what it answers at once."""
 
@@ -166,6 +168,7 @@ class RolloutController:
         self._life = threading.Lock()
         self._is_running = False
         self._has_stopped = False
+        self._join_callbacks: list[Callable[[FleetTarget], None]] = []
         self._pending_state: Mapping[str, Any] | None = None
 
     # -------------------------------------------------------------------------------------------------- life cycle
@@ -341,25 +344,30 @@ class RolloutController:
     def add_worker(self) -> str:
         """One more worker; returns its id. It serves once it holds the fleet's version."""
         self._check_running()
-        worker = self.fleet.add_worker(self.version)
+        worker = self.fleet.add_worker(self._ask(self._coordinator.look))
+        for callback in self._join_callbacks:
+            self._call_on_join(worker, callback)
         self._ask(lambda: self._coordinator.add_worker(worker))
         return worker.worker_id
 
     def remove_worker(self, worker_id: str, *, timeout_s: float = 60.0) -> None:
-        """Takes a worker out of the fleet and stops it. What it runs goes on elsewhere, from where it is."""
-
-        def note_partials(rollouts: list[Rollout]) -> None:
-            self._coordinator.on_snapshot(worker_id, rollouts)
-
-        seats = self._ask(lambda: dict(self._coordinator.roster.seats))
-        seat = seats.get(worker_id)
-        if seat is None:
-            raise InvalidRequestError(f"no worker {worker_id!r} in the fleet, which has {sorted(seats)}")
-        self._ask(lambda: self._coordinator.remove_worker(worker_id, migrate=False))
-        partials = seat.worker.snapshot()
-        self._ask(lambda: note_partials(partials))
+        """Takes a worker out of the fleet and stops it. What it runs goes on elsewhere, from where it is; from its last
+        snapshot if it does not answer."""
+        timeout_s = check_limit(timeout_s)
+        seat = self._ask(lambda: self._coordinator.remove_worker(worker_id, migrate=False))
+        self._note_snapshots([seat.worker], timeout_s)
         self._ask(lambda: self._coordinator.remove_worker(worker_id, migrate=True))
-        seat.worker.stop(check_limit(timeout_s))
+        seat.worker.stop(timeout_s)
+
+    def on_join(self, callback: Callable[[FleetTarget], None]) -> None:
+        """Calls it with each worker that comes without the fleet's weights: a new incarnation, or one that was added. On a
+        thread of the worker's; there it may publish to the target and wait for that."""
+        self._join_callbacks.append(callback)
+        for worker in self.workers():
+            self._call_on_join(worker, callback)
+
+    def _call_on_join(self, worker: FleetWorker, callback: Callable[[FleetTarget], None]) -> None:
+        worker.on_join(lambda joined: callback(FleetTarget(joined, self._coordinator)))
 
     # ---------------------------------------------------------------------------------------------------- accounts
 
@@ -376,17 +384,10 @@ class RolloutController:
     def state_dict(self, *, snapshot_timeout_s: float = 30.0) -> dict[str, Any]:
         """JSON-safe: everything that a run needs to go on elsewhere with no prompt lost and none trained twice: the prompt
         cursor, what is outstanding with its partial rollouts, ready groups, versions, and the seed. Leases that are out
-        count as not trained: acknowledge, then save this together with the weights."""
+        count as not trained: acknowledge, then save this together with the weights. A worker that does not answer within
+        `snapshot_timeout_s` is saved as it was at its last snapshot."""
         self._check_running()
-        for worker in self.workers():
-            try:
-                rollouts = worker.snapshot()
-            except Exception as error:  # what it had last time is used
-                log.warning("no snapshot of worker %s for the checkpoint: %s", worker.worker_id, error)
-            else:
-                self._ask(
-                    lambda w=worker.worker_id, r=rollouts: self._coordinator.on_snapshot(w, r)  # type: ignore[misc]
-                )
+        self._note_snapshots(self.workers(), check_limit(snapshot_timeout_s))
         return self._ask(lambda: checkpoint.save(self._coordinator, self._highest))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -399,6 +400,19 @@ class RolloutController:
         self._pending_state = state
 
     # ------------------------------------------------------------------------------------------------------- inside
+
+    def _note_snapshots(self, workers: Sequence[FleetWorker], timeout_s: float) -> None:
+        pool = ThreadPoolExecutor(SNAPSHOTS_AT_ONCE, thread_name_prefix="rollsync-snapshot")
+        asked = {worker.worker_id: pool.submit(worker.snapshot) for worker in workers}
+        wait(asked.values(), timeout_s)
+        pool.shutdown(wait=False)  # whoever does not answer has a limit of its own
+        for worker_id, future in asked.items():
+            if future.cancel() or not future.done():
+                log.warning("no snapshot of worker %s within %.3g s", worker_id, timeout_s)
+            elif (error := future.exception()) is not None:
+                log.warning("no snapshot of worker %s: %s", worker_id, error)
+            else:
+                self._ask(partial(self._coordinator.on_snapshot, worker_id, future.result()))
 
     def _begin(self, workers: Sequence[FleetWorker]) -> None:
         # in one callback: the first worker alone would get all the work there is

@@ -338,6 +338,11 @@ class Coordinator:
         """What is wrong with the fleet, if something is."""
         return self.supervisor.stalled()
 
+    def look(self) -> int:
+        """The fleet's version, after a look at every worker."""
+        self.refresh()
+        return self.supervisor.newest_version
+
     def refresh(self) -> None:
         """Looks at every worker: versions move without anybody telling."""
         self.supervisor.look_at_all()

@@ -747,6 +747,25 @@ def test_a_worker_that_is_full_is_left_alone_for_a_while_and_nothing_is_lost() -
     assert metrics["rollout/attempts_lost"] < 20 * fleet.loop.now(), "it was not asked without end"
 
 
+def test_whoever_brings_weights_hears_of_each_worker_that_lacks_them() -> None:
+    fleet = a_fleet(2, faults=Faults(deaths={"w1": (5.0,)}), restart_s=2.0)
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        joined: list[str] = []
+        controller.on_join(lambda target: joined.append(target.worker_id))
+        fleet.loop.advance(20.0)
+        assert joined == ["w1"]
+
+
+def test_a_worker_that_does_not_answer_can_be_removed_too() -> None:
+    fleet = a_fleet(2, faults=Faults(deaths={"w0": (4.0,)}), restart_s=1e6)
+    with fleet.controller(PROMPTS[:8], reward, config=a_config(snapshot_every_s=1.0)) as controller:
+        fleet.loop.advance(10.0)
+        controller.remove_worker("w0")
+        records = SimulatedTrainer(controller, fleet, step_s=1.0, on_batch=check_rollouts).run(10)
+        assert sum(len(record.group_ids) for record in records) == 8
+        check_books(controller)
+
+
 def test_rollouts_are_written_as_they_end(tmp_path: object) -> None:
     fleet = a_fleet()
     path = f"{tmp_path}/run/rollouts.jsonl"

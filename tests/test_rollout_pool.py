@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ from rollout import (
     RolloutController,
     SamplingParams,
     WorkerError,
+    WorkerUnreachableError,
 )
 from rollout.lease import Lease
 from rollout.pool import RayFleet
@@ -74,8 +76,7 @@ def test_no_prompt_is_lost_or_doubled_and_no_version_is_wrong_whoever_is_killed(
     version = 0
     with a_controller(30) as controller:
         pids = {worker.health().pid for worker in controller.workers()}
-        for target in controller.targets():
-            target.on_join(lambda worker: worker.call(worker_jobs.publish, controller.version).result(60))
+        controller.on_join(lambda target: target.call(worker_jobs.publish, controller.version).result(60))
         for step in range(10):
             with controller.next_batch(timeout_s=BATCH_S) as lease:
                 check(lease)
@@ -101,7 +102,6 @@ def test_workers_join_and_leave_while_it_runs(local_ray: str) -> None:
         (first,) = controller.workers()
         controller.next_batch(timeout_s=BATCH_S).acknowledge()
         publish(controller, 1)
-        wait_until(lambda: controller.version == 1)
         added = controller.add_worker()
         (second,) = [worker for worker in controller.workers() if worker.worker_id == added]
         assert second.health().state is WorkerState.STALE, "it does not hold version 1"
@@ -114,6 +114,25 @@ def test_workers_join_and_leave_while_it_runs(local_ray: str) -> None:
                 trained += len(lease.groups)
         assert {rollout.worker_id for rollout in lease.rollouts} == {added}
         assert controller.metrics()["rollout/imbalance"] == 0
+
+
+def test_workers_of_one_placement_group_run_in_their_bundles(local_ray: str) -> None:
+    booked = replace(WORKERS, num_cpus=1)
+    fleet = RayFleet(replace(booked, model=worker_jobs.marker_llama, engine=ENGINE), 2, placement="PACK")
+    fleet.start(0)
+    try:
+        assert len({worker.health().pid for worker in fleet.workers}) == 2
+        assert [worker.worker_id for worker in fleet.workers] == [f"{fleet.run_id}-w0", f"{fleet.run_id}-w1"]
+        first = fleet.workers[0]
+        os.kill(first.health().pid, signal.SIGKILL)
+        first.wait_for(WorkerState.DEAD, timeout_s=60)
+        first.restart()
+        assert first.health().incarnation == 1, "its bundle was free again"
+    finally:
+        fleet.stop(60)
+    impatient = replace(booked, num_cpus=64, start_timeout_s=1.0)
+    with pytest.raises(WorkerUnreachableError, match="no room for 1 workers"):
+        RayFleet(impatient, 1, placement="PACK").start(0)
 
 
 def test_a_fleet_whose_model_cannot_be_hosted_says_so_and_leaves_nothing(local_ray: str) -> None:
