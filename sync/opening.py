@@ -6,7 +6,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 
 from sync.config import SyncConfig
-from sync.errors import SyncError, SyncTimeoutError
+from sync.errors import SenderReplacedError, SyncError, SyncTimeoutError
 from sync.link import Link
 from sync.place import Deadline
 from sync.routes import Route, Router
@@ -66,7 +66,7 @@ class Opener:
         for link in links:
             obeyed = link.status.claim if link.status is not None else None
             if obeyed is not None and obeyed != claim and not claim.replaces(obeyed):
-                raise SyncError(refusal(link.name, obeyed, claim))
+                raise refusal(link.name, obeyed, claim)
         for link in links:
             assert link.status is not None
             self.spend(link.status.version)
@@ -89,7 +89,7 @@ class Opener:
             claim = opening.claim
             saved = RunRecord.load(self._config.run_folder)
             if saved is not None and saved.run_id == claim.run_id and saved.epoch > claim.epoch:
-                raise SyncError(
+                raise SenderReplacedError(
                     f"{self._config.run_folder} belongs to a newer trainer (epoch {saved.epoch} of run {saved.run_id!r}, "
                     f"this one has {claim.epoch}); stop this trainer"
                 )
@@ -128,13 +128,21 @@ class Opener:
         if saved is not None:
             self.spend(saved.version)
         statuses = [link.status for link in self._links if link.status is not None]
-        return next_claim(self._config.run_id, saved, statuses)
+        claim = next_claim(self._config.run_id, saved, statuses)
+        if folder is not None:
+            # at once: a trainer that starts before this one's first version would claim the same epoch
+            RunRecord(run_id=claim.run_id, epoch=claim.epoch, version=saved.version if saved is not None else 0).save(
+                folder
+            )
+        return claim
 
 
 def nobody(did: str, failures: Mapping[str, BaseException]) -> SyncError:
     """The error of a publish that no target has `did`; its cause is the first target's."""
     first = next(iter(failures.values()))
     kind = SyncTimeoutError if isinstance(first, TimeoutError) else SyncError
+    if any(isinstance(failure, SenderReplacedError) for failure in failures.values()):
+        kind = SenderReplacedError
     error = kind(f"no engine {did}: " + "; ".join(f"{name}: {cause}" for name, cause in failures.items()))
     error.__cause__ = first
     return error

@@ -277,7 +277,7 @@ class Receiver:
             if self._claim is None or ticket.claim.replaces(self._claim):
                 self._claim = ticket.claim
             if self._claim != ticket.claim:
-                raise SyncError(refusal("the engine", self._claim, ticket.claim))
+                raise refusal("the engine", self._claim, ticket.claim)
             if about_to_commit:
                 self._committing = ticket.version
 

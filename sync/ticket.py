@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from sync.errors import SenderReplacedError, SyncError
 from sync.layout import Layout
 from sync.manifest import Manifest
 
@@ -21,14 +22,14 @@ class Claim:
         return self.run_id == other.run_id and (self.epoch, self.sender) > (other.epoch, other.sender)
 
 
-def refusal(who: str, obeyed: Claim, claim: Claim) -> str:
+def refusal(who: str, obeyed: Claim, claim: Claim) -> SyncError:
     """Why a sender is refused by an engine (`who`) that obeys another."""
     if obeyed.run_id != claim.run_id:
-        return (
+        return SyncError(
             f"{who} belongs to run {obeyed.run_id!r}, the publish comes from run {claim.run_id!r}; start an engine for "
             "each run, or leave SyncConfig.run_id out to take over the one that it has"
         )
-    return (
+    return SenderReplacedError(
         f"{who} obeys a newer trainer (epoch {obeyed.epoch} of run {obeyed.run_id!r}, this one has {claim.epoch}): stop "
         "this trainer, or make a new WeightSync if it is the one that should go on"
     )

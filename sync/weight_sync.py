@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout import GenerationEngine
 from sync.config import SyncConfig, check_seconds
 from sync.delivery import Delivery, Outcome, Shipment
-from sync.errors import SyncError, SyncTimeoutError
+from sync.errors import SenderReplacedError, SyncError, SyncTimeoutError
 from sync.kept import Kept, Key
 from sync.link import JoiningTarget, Link, Links, Target, TargetGroup
 from sync.manifest import held_tensors
@@ -119,7 +119,11 @@ class WeightSync:
         self._overtake_and_take_turn(timeout_s)
         with ExitStack() as unless_delivering:
             unless_delivering.callback(self._turn.release)
-            staged = self._stage(source, version, deadline, timeout_s)
+            try:
+                staged = self._stage(source, version, deadline, timeout_s)
+            except SenderReplacedError:
+                self._kept.clear()
+                raise
             future = self._committer.submit(self._ranks.share, partial(self._deliver, staged), deadline)
             unless_delivering.pop_all()
             # also when the caller cancels the future before the delivery begins
@@ -196,8 +200,9 @@ class WeightSync:
                     pass  # a rank takes part in every gather
             else:
                 self._fill(list(stagings.values()), tensors, f"staging version {opening.version}", deadline, timeout_s)
-                self._kept.seal(stagings, opening.claim, opening.version)
+                # before it is what late targets get: a sender that has been replaced must not keep it
                 self._opener.remember(opening)
+                self._kept.seal(stagings, opening.claim, opening.version)
         if opening is None:
             return None
         shipments = []
@@ -273,6 +278,8 @@ class WeightSync:
         outcome = staged.delivery.run()
         version = staged.opening.version
         failures = {**staged.opening.failures, **outcome.failures}
+        if any(isinstance(failure, SenderReplacedError) for failure in failures.values()):
+            self._kept.clear()  # a target that comes back is its successor's
         if len(failures) < len(self._links) or not outcome.is_certain:
             self._opener.spend(version)
         for link in self._links:

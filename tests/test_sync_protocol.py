@@ -34,6 +34,7 @@ from torch import Tensor
 
 from rollout import EngineState
 from sync import ManifestError, SyncConfig, SyncError, SyncReport, WeightSync
+from sync.errors import SenderReplacedError
 from sync.receiver import add_derived, hello
 from sync.ticket import Claim
 
@@ -664,6 +665,42 @@ def test_a_zombie_that_was_under_way_cannot_give_one_version_two_sets_of_weights
     check_fleet(targets, {1: 1.0, version: 3.0, newest.version: 4.0})
     successor.close()
     zombie.close()
+
+
+def test_a_sender_that_was_replaced_brings_nobody_up_with_what_was_refused() -> None:
+    targets = [FakeTarget("a"), FakeTarget("b")]
+    with WeightSync(targets, Memory(), CONFIG) as zombie, WeightSync(targets, Memory(), CONFIG) as successor:
+        zombie.publish(marked(1.0))
+
+        def while_staging() -> Iterator[tuple[str, Tensor]]:
+            successor.publish(marked(2.0))
+            yield from _items(9.0)
+
+        with pytest.raises(SenderReplacedError):
+            zombie.publish(while_staging())
+        targets[0].kill()
+        targets[0].revive()  # both are told
+        wait_until(lambda: targets[0].engine.version == 2)
+        check_fleet(targets, {1: 1.0, 2: 2.0})
+
+
+def test_a_sender_that_started_on_other_engines_is_refused_by_the_run_folder(tmp_path: Path) -> None:
+    targets = [FakeTarget("a"), FakeTarget("b")]
+    config = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.05, run_folder=tmp_path / "run")
+    targets[1].kill()
+    with WeightSync(targets, Memory(), config) as first, WeightSync(targets, Memory(), config) as second:
+
+        def while_staging() -> Iterator[tuple[str, Tensor]]:
+            targets[0].kill()
+            targets[1].revive()
+            assert second.publish(marked(2.0)).version == 1
+            targets[0].revive()
+            yield from _items(1.0)
+
+        with pytest.raises(SenderReplacedError, match="belongs to a newer trainer"):
+            first.publish(while_staging())
+        assert second.publish(marked(3.0)).fenced == ()
+        check_fleet(targets, {1: 2.0, 2: 3.0})
 
 
 def test_of_two_senders_that_start_at_once_one_wins_everywhere() -> None:
