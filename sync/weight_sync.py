@@ -4,10 +4,11 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
+from threading import Lock, Thread, current_thread
 from types import TracebackType
 from typing import Literal, Self, overload
 
@@ -72,8 +73,11 @@ class WeightSync:
         self._order = Lock()  # for the two below
         self._delivery: Delivery | None = None
         self._num_waiting = 0  # publishes that wait for the turn: whatever goes before them is overtaken
-        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync")
-        self._joiner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-sync-join")
+        self._committing_thread: Thread | None = None
+        self._committer = ThreadPoolExecutor(1, "weight-sync", initializer=self._note_committing_thread)
+        self._joiner = ThreadPoolExecutor(1, "weight-sync-join")
+        self._fencer = ThreadPoolExecutor(8, "weight-sync-fence")  # each may take as long as its target's own limit
+        self._longest_s = 0.0  # of the limits of all publishes: how long the turn may be taken
         self._closed = False
         # last: a target that needs weights now asks for them at once, on a thread of its own
         self._links = Links(targets if self._ranks.leads else [], self._listen)
@@ -115,7 +119,12 @@ class WeightSync:
                 raise SyncError(
                     f"publish() inside {link.name}'s update() would wait for itself; publish after the block"
                 )
+        if wait and self._is_delivering():
+            raise SyncError(
+                "publish() in the callback of a publish's future would wait for itself; pass wait=False there"
+            )
         deadline = Deadline.after(timeout_s)
+        self._longest_s = max(self._longest_s, timeout_s)
         self._overtake_and_take_turn(timeout_s)
         with ExitStack() as unless_delivering:
             unless_delivering.callback(self._turn.release)
@@ -142,8 +151,9 @@ class WeightSync:
                 self._router.close()
         finally:
             self._turn.release()
-        self._committer.shutdown()
+        self._committer.shutdown(wait=not self._is_delivering())
         self._joiner.shutdown(wait=False, cancel_futures=True)
+        self._fencer.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +162,13 @@ class WeightSync:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _note_committing_thread(self) -> None:
+        self._committing_thread = current_thread()
+
+    def _is_delivering(self) -> bool:
+        """Whether the caller is on the thread that commits, in the callback of a future."""
+        return current_thread() is self._committing_thread
 
     # --------------------------------------------------------------------------------------------------------- turns
 
@@ -284,7 +301,7 @@ class WeightSync:
             self._opener.spend(version)
         for link in self._links:
             if link.name in failures:
-                self._joiner.submit(link.fence, version)  # it may take as long as its own limit
+                self._fencer.submit(link.fence, version)
         if len(failures) == len(self._links):
             raise nobody(f"took version {version}", failures)
         records = [record for record in outcome.records.values() if record is not None]
@@ -316,11 +333,11 @@ class WeightSync:
     def _bring_up(self, link: Link) -> None:
         """Give a new incarnation the version that the others have; it serves nothing before."""
         timeout_s = self._config.open_timeout_s + self._config.update_timeout_s
-        deadline = Deadline.after(timeout_s)
         try:
-            self._take_turn(timeout_s, "bringing up a new incarnation waited for a publish to")
+            # Not less: the publish under way has left this target out, and the next one may be an hour away.
+            self._take_turn(self._longest_s + timeout_s, "bringing up a new incarnation waited for a publish to")
             try:
-                outcome = self._bring_up_in_turn(link, deadline, timeout_s)
+                outcome = self._bring_up_in_turn(link, Deadline.after(timeout_s), timeout_s)
             finally:
                 self._turn.release()
         except Exception as error:  # on a thread of ours: the log is all there is
@@ -332,11 +349,16 @@ class WeightSync:
     def _bring_up_in_turn(self, link: Link, deadline: Deadline, timeout_s: float) -> Outcome:
         if self._closed or self._kept.version is None:
             return Outcome()
-        link.status = link.ask(self._opener.claim).result(self._config.open_timeout_s)
+        answer = link.ask(self._opener.claim)
+        wait_for([answer], timeout=self._config.open_timeout_s)
+        if not answer.done():
+            raise SyncTimeoutError("it did not say in time what it holds")
+        link.status = answer.result()
         (route,) = self._router.routes([link])
         shipment = self._kept.shipment(route, [link])
         if shipment is None:
             raise SyncError("it holds other tensors than the targets of the last publish, or is reached another way")
+        self._opener.spend(self._kept.version)  # if every other target failed, nothing else has
         return self._new_delivery([shipment], self._kept.version, deadline, timeout_s).run()
 
 
