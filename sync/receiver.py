@@ -67,6 +67,7 @@ def hello(engine: GenerationEngine, claim: Claim | None = None) -> TargetStatus:
         claim=obeyed,
         place=here(),
         can_remap=engine.can_remap,
+        addresses=frozenset((held.tensor.device, held.tensor.data_ptr()) for held in held_tensors(engine.model)),
     )
 
 

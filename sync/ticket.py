@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from sync.errors import SenderReplacedError, SyncError
 from sync.layout import Layout
 from sync.manifest import Manifest
@@ -75,3 +77,5 @@ class TargetStatus:
     """The newest that it has obeyed."""
     place: Place
     can_remap: bool
+    addresses: frozenset[tuple[torch.device, int]] = frozenset()
+    """Where its tensors lie, for a sender in the same process: one that offers those very tensors has nothing to publish."""

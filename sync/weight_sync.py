@@ -15,15 +15,13 @@ from typing import Literal, Self, overload
 import torch
 from torch import Tensor
 
-from rollout import GenerationEngine
 from sync.config import SyncConfig, check_seconds
 from sync.delivery import Delivery, Outcome, Shipment
 from sync.errors import SenderReplacedError, SyncError, SyncTimeoutError
 from sync.kept import Kept, Key
 from sync.link import JoiningTarget, Link, Links, Target, TargetGroup
-from sync.manifest import held_tensors
 from sync.opening import Opener, Opening, nobody
-from sync.place import Deadline
+from sync.place import Deadline, here
 from sync.ranks import ranks_of_this_process
 from sync.report import SyncReport
 from sync.routes import Router
@@ -266,13 +264,9 @@ class WeightSync:
             raise failure
 
     def _addresses(self) -> set[tuple[torch.device, int]]:
-        """Where the tensors of this process's engines lie."""
-        return {
-            (held.tensor.device, held.tensor.data_ptr())
-            for link in self._links
-            if isinstance(link.target, GenerationEngine)
-            for held in held_tensors(link.target.model)
-        }
+        """Where the tensors of this process's engines lie, also of those behind a controller."""
+        statuses = [link.status for link in self._links if link.status is not None]
+        return {address for status in statuses if status.place == here() for address in status.addresses}
 
     def _new_delivery(
         self, shipments: Sequence[Shipment], version: int, deadline: Deadline, timeout_s: float

@@ -291,6 +291,22 @@ def test_engine_on_the_sources_own_parameters_is_refused_with_the_remedy() -> No
     assert_equal(weights(model), before)
 
 
+def test_engine_on_the_sources_own_parameters_is_refused_behind_another_target_too() -> None:
+    """As a controller's `targets()` hide it: what was staged would be written back over a later optimizer step."""
+
+    class Hidden:
+        worker_id = "local"
+
+        def __init__(self, engine: GenerationEngine) -> None:
+            self.call = engine.call
+
+    model = tiny_llama()
+    with GenerationEngine(model) as engine, WeightSync(Hidden(engine)) as weight_sync:
+        with pytest.raises(SyncError, match="nothing to publish"):
+            weight_sync.publish(model)
+        assert engine.version == 0
+
+
 def test_source_that_fails_half_way_leaves_the_engine_and_the_next_publish_alone() -> None:
     def failing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield next(iter(model.named_parameters()))

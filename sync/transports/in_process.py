@@ -1,6 +1,7 @@
 """Engines of this process read the staging itself."""
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -25,7 +26,8 @@ class InProcess:
     name = "in_process"
 
     def __init__(self) -> None:
-        self._runs: dict[Layout, Tensor] = {}
+        # whoever keeps a version keeps its memory; a layout that no engine has any more is let go of
+        self._runs: weakref.WeakValueDictionary[Layout, Tensor] = weakref.WeakValueDictionary()
         self._readers = _Readers()
 
     def commit_mode(self, status: TargetStatus) -> CommitMode:
@@ -36,8 +38,8 @@ class InProcess:
     def run(self, layout: Layout) -> Tensor:
         run = self._runs.get(layout)
         if run is None or self._readers.of(run):
-            self._runs = {layout: empty_run(layout.num_bytes, layout.manifest.device, zeroed=True)}
-        return self._runs[layout]
+            run = self._runs[layout] = empty_run(layout.num_bytes, layout.manifest.device, zeroed=True)
+        return run
 
     def send(
         self, package: Package, run: Tensor, links: Sequence[Link], deadline: Deadline
@@ -58,7 +60,8 @@ class _Readers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._leases: set[_Lease] = set()
+        # an engine that is dropped with a version that it never committed gives nothing back
+        self._leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
 
     def add(self, lease: "_Lease") -> None:
         with self._lock:
