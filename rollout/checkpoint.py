@@ -65,14 +65,17 @@ def check(coordinator: Coordinator, state: Mapping[str, Any]) -> None:
         raise InvalidRequestError(f"the checkpoint is of another configuration ({'; '.join(differing)})")
 
 
-def load(coordinator: Coordinator, state: Mapping[str, Any], highest: HighestVersion) -> None:
-    """Before the start. From then on `highest.next` is what the checkpoint's weights are called."""
+def load(coordinator: Coordinator, state: Mapping[str, Any], highest: HighestVersion) -> int:
+    """Before the start. Returns what the checkpoint's weights are called from now on: above the highest ever published,
+    also when they were trained on and not published yet."""
     numbers = [work["number"] for work in state["works"]["works"]]
     prompts = coordinator.prompts.rewind(state["cursor"], numbers)
     coordinator.collection.load_state_dict(state["works"], prompts, now=coordinator.loop.now())
     highest.saw(state["highest_version"])
-    coordinator.collection.rewind(state["policy_version"], highest.next)
+    name = max(highest.next, int(state["policy_version"]))
+    coordinator.collection.rewind(state["policy_version"], name)
     coordinator.rescore()
+    return name
 
 
 def fingerprint(coordinator: Coordinator) -> dict[str, Any]:

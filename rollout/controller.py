@@ -179,9 +179,10 @@ class RolloutController:
             if self._is_running or self._has_stopped:
                 raise EngineStateError("the controller is running already, or was stopped; make a new one")
             try:
+                serve_from = self._highest.next
                 if self._pending_state is not None:
-                    checkpoint.load(self._coordinator, self._pending_state, self._highest)
-                workers = self.fleet.start(self._highest.next)
+                    serve_from = checkpoint.load(self._coordinator, self._pending_state, self._highest)
+                workers = self.fleet.start(serve_from)
             except BaseException:
                 # `with` does not leave what it could not enter
                 self._has_stopped = True

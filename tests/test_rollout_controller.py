@@ -27,6 +27,7 @@ from rollout.simulate import (
     SimulatedTrainer,
     SimulatedWorker,
 )
+from rollout.wire import WorkerState
 
 TAIL = LogNormalLengths(mean=100, sigma=1.0, longest=800)
 PROMPTS = [[2 + n % 50, 3] for n in range(1000)]
@@ -145,6 +146,18 @@ def test_a_prompt_that_expires_too_often_is_given_up_and_counted() -> None:
             controller.next_batch(timeout_s=100)
         assert controller.metrics()["rollout/samples_expired"] == 4 * 4 * 2
         check_books(controller)
+
+
+def test_a_group_that_was_running_at_a_publish_is_not_handed_out_too_old() -> None:
+    fleet = a_fleet(lengths=ConstantLengths(tokens=100))
+    config = a_config(max_staleness=0, snapshot_every_s=None)
+    with fleet.controller(PROMPTS, reward, config=config) as controller:
+        fleet.loop.advance(1.0)
+        fleet.publish()
+        lease = controller.next_batch(timeout_s=500)
+        assert lease.staleness == 0
+        assert {version for rollout in lease.rollouts for version in rollout.versions} == {1}
+        assert controller.metrics()["rollout/stale_groups"] == 4
 
 
 def test_stale_groups_are_an_error_where_that_was_asked_for() -> None:
@@ -294,6 +307,28 @@ def test_a_worker_that_stands_still_is_replaced_and_its_work_goes_on_elsewhere()
         assert controller.status()["workers"]["w0"]["incarnation"] == 1
 
 
+def test_a_worker_that_was_given_up_is_given_nothing_even_if_it_moves_again() -> None:
+    fleet = a_fleet(2, faults=Faults(freezes={"w0": ((2.0, 60.0),)}), restart_s=1000.0)
+    with fleet.controller(PROMPTS, reward, config=a_config(suspect_limit_s=20.0)) as controller:
+        fleet.loop.advance(200.0)
+        assert fleet.workers["w0"].health().state is WorkerState.HEALTHY
+        assert controller.status()["workers"]["w0"]["state"] == "restarting"
+        SimulatedTrainer(controller, fleet, step_s=1.0).run(3)
+        assert controller.status()["workers"]["w0"]["samples"] == 0
+
+
+def test_no_worker_has_more_samples_than_it_may() -> None:
+    fleet = a_fleet(2)
+    most = 0
+    config = a_config(max_samples_per_worker=8, max_staleness=3)
+    with fleet.controller(PROMPTS, reward, config=config) as controller:
+        for _ in range(200):
+            fleet.loop.advance(0.5)
+            most = max(most, *(len(worker._running) for worker in fleet.workers.values()))
+        assert len(controller.next_batch(timeout_s=500).groups) == 4
+    assert most == 8
+
+
 def test_a_failed_sample_is_tried_again_alone_and_its_siblings_stay() -> None:
     fleet = a_fleet(faults=Faults(error_rate=0.3))
     with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
@@ -407,6 +442,15 @@ def check_best(lease: Lease) -> None:
     assert all(max(rollout.reward or 0 for rollout in group) == 1.0 for group in lease.groups)
 
 
+def test_a_groups_rewards_do_not_wait_for_a_sample_that_has_failed() -> None:
+    fleet = a_fleet(faults=Faults(error_rate=0.4))
+    config = a_config(max_infra_retries=0, min_group_size=1)
+    with fleet.controller(PROMPTS, group_reward_fn=lambda group: [1.0] * len(group), config=config) as controller:
+        records = SimulatedTrainer(controller, fleet, step_s=1.0, timeout_s=500).run(20)
+        assert len(records) == 20
+        assert controller.metrics()["rollout/samples_failed"] > 0
+
+
 def test_a_group_reward_of_the_wrong_length_fails_its_group() -> None:
     fleet = a_fleet()
     config = a_config(max_groups_without_output=2)
@@ -453,6 +497,16 @@ def test_a_filtered_group_makes_room_for_exactly_one_other() -> None:
         filtered = metrics["rollout/samples_filtered"] / 4
         assert metrics["rollout/samples_issued"] / 4 == 4 + filtered
         check_books(controller)
+
+
+def test_output_now_and_then_is_output() -> None:
+    def every_fourth(group: list[Rollout]) -> bool:
+        return number_of(group[0].group_id or "") % 4 == 0
+
+    fleet = a_fleet(lengths=ConstantLengths(tokens=100))
+    config = a_config(max_groups_without_output=12)
+    with fleet.controller(PROMPTS, reward, keep_group=every_fourth, config=config) as controller:
+        assert len(SimulatedTrainer(controller, fleet, step_s=1.0).run(10)) == 10
 
 
 def test_a_run_whose_groups_are_all_filtered_ends_with_a_reason() -> None:
@@ -564,6 +618,22 @@ def test_what_a_checkpoint_holds_goes_on_from_where_it_was_and_is_no_staler_than
         assert lease.staleness == 0
         assert all([span.version for span in rollout.version_spans] == [1, 2] for rollout in lease.rollouts)
         assert controller.metrics()["rollout/stale_groups"] == 0
+
+
+def test_weights_that_were_trained_and_not_published_get_a_name_of_their_own() -> None:
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        fleet.loop.advance(60.0)
+        controller.next_batch(timeout_s=500).acknowledge()
+        state = controller.state_dict()
+    again = a_fleet()
+    controller = again.controller(PROMPTS, reward, config=a_config())
+    controller.load_state_dict(state)
+    with controller:
+        lease = controller.next_batch(timeout_s=500)
+        assert lease.version == 1
+        assert {version for rollout in lease.rollouts for version in rollout.versions} == {0}
+        assert lease.staleness == 1
 
 
 def test_rewards_that_were_pending_at_the_checkpoint_are_asked_for_once() -> None:
