@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[Path]] = {
         Path("trainer_adapters/trl.py"),
         Path("trainer_adapters/trl_async.py"),
         Path("trainer_adapters/trl_prompts.py"),
+        Path("trainer_adapters/trl_samples.py"),
         Path("trainer_adapters/trl_seams.py"),
     },
     "peft": {Path("sync/lora.py")},

@@ -90,6 +90,7 @@ def test_engine_that_dies_is_restarted_and_its_samples_go_on() -> None:
         rollouts = make(engine).generate([A, A, B, B], PARAMS, 2)
         assert [len(rollout.token_ids) for rollout in rollouts] == [6, 6, 6, 6]
         assert next(steps) > 6, "the loop never died, so this shows nothing"
+        assert engine.stats().generated_tokens == 4 * 6, "what they had was generated again"
 
 
 def test_controller_generates_the_trainers_prompts_while_its_own_rest() -> None:
@@ -99,7 +100,10 @@ def test_controller_generates_the_trainers_prompts_while_its_own_rest() -> None:
         assert [rollout.prompt_ids for rollout in rollouts] == [A, A, B, B]
         issued = controller.metrics()["rollout/samples_issued"]
         make(controller).generate([A, A], PARAMS, 2)
-        assert controller.metrics()["rollout/samples_issued"] == issued
+        counts = controller.metrics()
+        assert counts["rollout/samples_issued"] == issued
+        assert counts["rollout/samples_running"] == counts["rollout/samples_queued"] == 0
+        assert controller.status()["draining"]
 
 
 def test_sample_that_fails_in_a_controller_fails_alone() -> None:

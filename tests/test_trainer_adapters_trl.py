@@ -12,15 +12,18 @@ import trl
 from datasets import Dataset
 from fakes import EOS_ID, StepGate, tiny_llama
 from fakes_trl import Logs, even_share, number_tokenizer, prompts, settings
+from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout import EngineConfig, GenerationEngine, RolloutConfig, RolloutController
 from rollout.delivery import RolloutFuture
+from rollout.local_fleet import LocalFleet
 from sync import SyncError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
-from trainer_adapters.trl import EngineBackend, EngineGRPOTrainer, EngineRLOOTrainer, EngineRolloutFunc
+from trainer_adapters.trl import EngineGRPOTrainer, EngineRLOOTrainer, EngineRolloutFunc
+from trainer_adapters.trl_backend import EngineBackend
 from trainer_adapters.trl_prompts import prompt_ids_of
 from trainer_adapters.trl_seams import Seam, check_seams, seams_of
 
@@ -44,15 +47,16 @@ class Columns:
 
 
 def grpo(folder: Path, source: Any, reward: Any = even_share, *, model: Any = None, **changes: Any) -> Any:
-    data, kind = changes.pop("data", prompts(12)), changes.pop("kind", EngineGRPOTrainer)
+    data, lora = changes.pop("data", prompts(12)), changes.pop("peft_config", None)
     logs = Logs()
-    trainer = kind(
+    trainer = EngineGRPOTrainer(
         tiny_llama() if model is None else model,
         reward,
         args=GRPOConfig(**settings(folder, **changes)),
         train_dataset=data,
         processing_class=number_tokenizer(),
         callbacks=[logs],
+        peft_config=lora,
         engine=source,
     )
     trainer.logs = logs.steps
@@ -223,15 +227,36 @@ def test_publish_that_fails_ends_the_training_with_its_error(tmp_path: Path) -> 
         grpo(tmp_path, engine).train()
 
 
-def test_controller_takes_the_engines_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", [True, False])
+def test_controller_takes_the_engines_place(tmp_path: Path, shares: bool) -> None:
     model, reward = tiny_llama(), Columns()
     config = RolloutConfig(group_size=2, prompts_per_step=1)
-    with RolloutController(model, [[3, 4]] * 20, engine=SMALL, config=config) as controller:
+    fleet = LocalFleet(GenerationEngine(model if shares else tiny_llama(seed=9), SMALL, copy_weights=not shares))
+    with RolloutController.over(fleet, [[3, 4]] * 20, config=config) as controller:
         trainer = grpo(tmp_path, controller, reward, model=model, temperature=0.7)
         trainer.train()
         assert controller.version == 3
     check_on_policy(trainer.logs)
     assert [set(call["policy_version"]) for call in reward.calls] == [{1}, {2}, {3}]
+
+
+def test_adapters_are_merged_on_their_way_to_the_engine(tmp_path: Path) -> None:
+    model, base = tiny_llama(), tiny_llama()
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    with GenerationEngine(model, SMALL, copy_weights=True) as engine:
+        trainer = grpo(tmp_path, engine, model=model, peft_config=lora, learning_rate=0.1)
+        trainer.train()
+        assert engine.version == 3
+        old = base.model.layers[0].self_attn.q_proj.weight
+        assert not torch.equal(engine.model.model.layers[0].self_attn.q_proj.weight, old)
+    check_on_policy(trainer.logs)
+
+
+def test_engine_on_the_adapters_base_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    model = tiny_llama()
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with GenerationEngine(model, SMALL) as engine, pytest.raises(SyncError, match="copy_weights=True"):
+        grpo(tmp_path, engine, model=model, peft_config=lora).train()
 
 
 @pytest.mark.parametrize("shares", [True, False])

@@ -14,7 +14,6 @@ Generation does not stand still meanwhile: `send_weights` copies while requests 
 pauses it. Set `token_budget` in TRL's config (0: off); left at None, TRL asks a vLLM server for it.
 """
 
-import logging
 import math
 import queue
 import threading
@@ -24,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -34,13 +32,10 @@ from rollout import (
     GenerationEngine,
     InvalidRequestError,
     Lease,
-    Rollout,
     RolloutConfig,
     RolloutController,
     RolloutError,
-    RolloutGroup,
     RolloutStalledError,
-    SamplingParams,
 )
 from rollout.local_worker import LocalWorker
 from sync import SyncConfig, SyncReport, WeightSync
@@ -49,20 +44,11 @@ from sync.transports.base import Transport
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import warn_if_renormalising
 from trainer_adapters.publishing import engine_of, targets_of
-from trainer_adapters.trl_prompts import (
-    PROMPT,
-    REWARDS,
-    UNSCORABLE,
-    PromptRows,
-    RewardFunc,
-    completion_of,
-    group_reward_of,
-)
+from trainer_adapters.trl_prompts import PromptRows, RewardFunc, group_reward_of
+from trainer_adapters.trl_samples import rollout_config_of, samples_of
 from trainer_adapters.trl_seams import async_seams, check_seams
 
-__all__ = ["EngineRolloutWorker", "EngineWeightTransfer", "rollout_config_of"]
-
-log = logging.getLogger("rollsync")
+__all__ = ["EngineRolloutWorker", "EngineWeightTransfer"]
 
 BATCH_TIMEOUT_S = 86_400.0
 """A batch may wait for a trainer that evaluates or saves; what really stalls, the controller's watchdogs end sooner."""
@@ -320,66 +306,3 @@ class RunningEngine:
 
     def stop(self, timeout_s: float) -> None:
         self._worker.stop(timeout_s)
-
-
-def rollout_config_of(args: AsyncGRPOConfig) -> RolloutConfig:
-    """TRL's settings as a controller's: a batch is what the trainer uses up between two weight syncs. The controller may
-    run one version less ahead than TRL allows, for the time that samples spend in TRL's queue."""
-    for name, off in (("min_p", (None, 0.0)), ("repetition_penalty", (None, 1.0))):
-        if getattr(args, name) not in off:
-            raise AdapterError(f"{name}={getattr(args, name)!r} is not among what an engine samples with")
-    if args.max_staleness < 1:
-        raise AdapterError(f"max_staleness must be at least 1, got {args.max_staleness}: samples cross TRL's queue")
-    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.weight_sync_steps
-    return RolloutConfig(
-        group_size=args.num_generations,
-        prompts_per_step=math.ceil(samples / args.num_generations),
-        max_staleness=args.max_staleness - 1,
-        sampling=SamplingParams(
-            max_new_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k or 0,
-        ),
-        seed=args.seed,
-        num_epochs=None,
-        on_failed_sample="refill",
-    )
-
-
-def samples_of(group: RolloutGroup, number: int, tokenizer: Any, trl_version: Any) -> list[RolloutSample]:
-    """A group as TRL trains on it. `number` names the group; `trl_version` maps an engine's version to TRL's."""
-    rewards = np.array([_reward_of(rollout) for rollout in group], dtype=float)
-    scored = ~np.isnan(rewards)
-    mean, std = (rewards[scored].mean(), rewards[scored].std()) if scored.any() else (math.nan, math.nan)
-    advantages = np.where(scored, (rewards - mean) / (std + 1e-8), 0.0)
-    return [
-        RolloutSample(
-            prompt=_messages(rollout.metadata.get(PROMPT, ""), "user"),
-            completion=_messages("" if tokenizer is None else completion_of(rollout, tokenizer), "assistant"),
-            input_ids=np.array(rollout.prompt_ids + rollout.token_ids, dtype=np.int64),
-            completion_mask=np.array([0] * len(rollout.prompt_ids) + rollout.loss_mask, dtype=np.int64),
-            old_log_probs=np.array([0.0] * len(rollout.prompt_ids) + rollout.logprobs, dtype=np.float32),
-            advantage=float(advantage),
-            model_version=trl_version(rollout.min_version),
-            group_id=number,
-            metrics={
-                "reward": float(reward),
-                "reward_std": float(std),
-                **{f"rewards/{name}": value for name, value in rollout.metadata.get(REWARDS, {}).items()},
-            },
-        )
-        for rollout, reward, advantage in zip(group, rewards, advantages, strict=True)
-    ]
-
-
-def _reward_of(rollout: Rollout) -> float:
-    if rollout.metadata.get(UNSCORABLE):
-        return math.nan
-    if rollout.reward is None:
-        raise AdapterError(f"rollout {rollout.rollout_id} has no reward; give the controller a reward function")
-    return rollout.reward
-
-
-def _messages(content: Any, role: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": content}] if isinstance(content, str) else list(content)
