@@ -116,6 +116,16 @@ def test_weights_are_published_once_for_each_step_however_often_it_generates(
     assert [set(call["policy_version"]) for call in reward.calls] == [{version} for version in versions]
 
 
+def test_second_training_publishes_what_the_first_has_learned(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with GenerationEngine(model, SMALL) as engine:
+        trainer = grpo(tmp_path, engine, model=model, max_steps=1)
+        trainer.train()
+        trainer.train()
+        assert engine.version == 2
+    assert [step[CORRECTION] < 1e-4 for step in trainer.logs] == [True, True]
+
+
 def test_prompts_come_already_repeated_and_each_gets_its_own_completion(tmp_path: Path) -> None:
     reward = Columns()
     with GenerationEngine(tiny_llama(), SMALL) as engine:
@@ -319,7 +329,11 @@ def test_rollout_func_works_in_trls_own_trainer(tmp_path: Path) -> None:
         )
         trainer.train()
         assert engine.version == 3
-    assert [set(call["policy_version"]) for call in reward.calls] == [{1}, {1}, {2}, {2}, {3}, {3}]
+        assert [set(call["policy_version"]) for call in reward.calls] == [{1}, {1}, {2}, {2}, {3}, {3}]
+        trainer.args.max_steps = 1
+        trainer.train()
+        trainer.train()
+        assert engine.version == 5, "the last step of one training is not the first of the next"
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}])

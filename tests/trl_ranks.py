@@ -17,6 +17,7 @@ from trl import GRPOConfig
 from rollout import EngineConfig, GenerationEngine
 from trainer_adapters import AdapterError
 from trainer_adapters.trl import EngineGRPOTrainer
+from trainer_adapters.trl_async import EngineWeightTransfer
 
 torch.set_num_threads(1)
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -52,4 +53,9 @@ with ExitStack() as stack:
         train(engine, Dataset.from_dict({"prompt": [" ".join(["w9"] * 600)] * 4}))
     except AdapterError as error:
         seen["error"] = str(error)
+    if engine is not None:
+        try:
+            EngineWeightTransfer(engine).init_weight_transfer()
+        except AdapterError as error:
+            seen["async"] = str(error)
 (folder / f"{rank}.json").write_text(json.dumps(seen))

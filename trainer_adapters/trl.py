@@ -58,7 +58,7 @@ class EngineRolloutFunc:
 
     def backend_for(self, trainer: Any) -> EngineBackend:
         """The one behind it, made for this trainer."""
-        if self._backend is None:
+        if self._backend is None or self._backend.trainer is not trainer:
             self._backend = EngineBackend(
                 self._engine,
                 trainer,
@@ -86,8 +86,11 @@ class _EngineTrainer:
     """What both trainers add to TRL's."""
 
     _backend: EngineBackend
+    _last_loaded_step: int
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        # Steps count from 0 again, and the step that was published last may have that number.
+        self._last_loaded_step = -1
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:

@@ -47,25 +47,26 @@ class EngineBackend:
         sync_config: SyncConfig | None,
     ) -> None:
         check_settings(trainer.args, trainer.processing_class)
-        self._trainer = trainer
+        self.trainer = trainer
         self._accelerator = trainer.accelerator
         self._publisher = PolicyPublisher(source, trainer.accelerator, config=sync_config, timeout_s=timeout_s)
         self._generator: Generator | None = None
         if source is not None:
             self._generator = generator_of(source, timeout_s=timeout_s, max_retries=max_retries)
-        self._synced_step: int | None = None
+        self._synced: tuple[Any, int] | None = None  # (TRL's state, which each training has anew, its step)
         self._seen: defaultdict[str, list[float]] = defaultdict(list)
         self.last_rows: Rows | None = None
         """Of this rank, of the last call."""
 
     def sync_weights(self) -> None:
         """Publishes the policy as it is. TRL calls it before the first generation of each step."""
-        self._note(self._publisher.publish(self._trainer.model_wrapped))
-        self._synced_step = self._trainer.state.global_step
+        self._note(self._publisher.publish(self.trainer.model_wrapped))
+        self._synced = (self.trainer.state, self.trainer.state.global_step)
 
     def sync_weights_once(self) -> None:
         """Unless this step's have been published."""
-        if self._synced_step != self._trainer.state.global_step:
+        state = self.trainer.state
+        if self._synced is None or self._synced[0] is not state or self._synced[1] != state.global_step:
             self.sync_weights()
 
     def generate(
@@ -112,8 +113,8 @@ class EngineBackend:
 
     def _rows(self, prompts: list[list[int]], num_generations: int) -> Rows:
         assert self._generator is not None
-        eos_id = self._trainer.eos_token_ids[0]
-        rollouts = self._generator.generate(prompts, sampling_of(self._trainer), num_generations)
+        eos_id = self.trainer.eos_token_ids[0]
+        rollouts = self._generator.generate(prompts, sampling_of(self.trainer), num_generations)
         self._note(generation_metrics(rollouts))
         good = [is_usable(rollout) for rollout in rollouts]
         pairs = list(zip(rollouts, good, strict=True))
