@@ -55,7 +55,7 @@ class FleetTarget:
 
     def on_join(self, callback: Callable[[Any], None]) -> None:
         """Calls it with each new incarnation of the worker, before that serves anything."""
-        self.worker.on_join(callback)
+        self.worker.on_join(lambda _: callback(self))
 
     def require_version(self, version: int) -> None:
         """It takes nothing below this version from now on."""

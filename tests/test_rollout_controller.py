@@ -72,6 +72,7 @@ def number_of(group_id: str) -> int:
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_no_group_is_staler_than_it_may_be_and_none_is_dropped(max_staleness: int) -> None:
+    """tinker-cookbook#822: admission is paced, oldest first; nothing is discarded by default."""
     fleet = a_fleet()
     controller = fleet.controller(PROMPTS, reward, config=a_config(max_staleness=max_staleness))
     with controller:
@@ -161,6 +162,7 @@ def test_a_group_that_was_running_at_a_publish_is_not_handed_out_too_old() -> No
 
 
 def test_stale_groups_are_an_error_where_that_was_asked_for() -> None:
+    """prime-rl#3009: the time in the queue counts."""
     fleet = a_fleet(lengths=ConstantLengths(tokens=50))
     controller = fleet.controller(PROMPTS, reward, config=a_config(max_staleness=0, on_stale="raise"))
     with controller:
@@ -178,6 +180,28 @@ def test_look_ahead_in_tokens_bounds_what_is_admitted() -> None:
         fleet.loop.advance(0.5)
         assert controller.metrics()["rollout/samples_outstanding"] == 6 * 4
         SimulatedTrainer(controller, fleet, step_s=3.0).run(5)
+
+
+def test_a_trainer_that_does_not_come_stops_generation_and_loses_nothing() -> None:
+    """verl MessageQueue: a full buffer blocks, it never drops."""
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config(max_staleness=1)) as controller:
+        fleet.loop.advance(10_000.0)
+        counts = controller.status()["samples"]
+        assert counts["issued"] == counts["scored"] == 4 * 4 * 2
+        records = SimulatedTrainer(controller, fleet, step_s=1.0, on_batch=check_rollouts).run(2)
+        assert [group for record in records for group in record.group_ids] == [f"g{n}" for n in range(8)]
+
+
+def test_versions_may_be_skipped_and_nobody_waits_for_the_missing_ones() -> None:
+    """prime-rl#2912, prime-rl#1671: waits are for "at least"."""
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config(max_staleness=0)) as controller:
+        controller.next_batch(timeout_s=500).acknowledge()
+        fleet.publish(7)
+        with controller.next_batch(timeout_s=500) as lease:
+            assert lease.version == 7
+            assert {version for rollout in lease.rollouts for version in rollout.versions} == {7}
 
 
 def test_strict_fifo_hands_prompts_out_in_their_order() -> None:
@@ -204,6 +228,8 @@ def test_every_prompt_is_trained_on_once_and_the_last_batch_may_be_short() -> No
 
 
 def test_a_sources_own_error_reaches_next_batch() -> None:
+    """NVIDIA-NeMo/RL#3488: fatal errors reach whoever waits."""
+
     def rows() -> Iterator[list[int]]:
         yield from PROMPTS[:2]
         raise OSError("the disk is gone")
@@ -231,6 +257,7 @@ def test_a_prompt_that_cannot_be_generated_from_is_accounted_for_and_hurts_no_ot
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_prompt_is_lost_or_doubled_whatever_dies(seed: int) -> None:
+    """verl#7938: budgets come from the ledger's states, so that nothing is counted twice."""
     faults = Faults(
         seconds_between_deaths=6.0,
         freezes={"w1": ((20.0, 5.0), (100.0, 90.0))},
@@ -330,6 +357,7 @@ def test_no_worker_has_more_samples_than_it_may() -> None:
 
 
 def test_a_failed_sample_is_tried_again_alone_and_its_siblings_stay() -> None:
+    """miles#2800, trl#7176: one failed sample does not discard the others."""
     fleet = a_fleet(faults=Faults(error_rate=0.3))
     with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
         attempts: Counter[int] = Counter()
@@ -372,6 +400,8 @@ def test_workers_come_and_go_while_it_runs() -> None:
 
 
 def test_a_reward_that_raises_is_never_a_reward_of_zero() -> None:
+    """agentcore-rl-toolkit#122: failed samples never reach the batch."""
+
     def broken_for_some(rollout: Rollout, text: str) -> float:
         if rollout.sample_index == 2:
             raise KeyError("answer")
@@ -510,6 +540,7 @@ def test_output_now_and_then_is_output() -> None:
 
 
 def test_a_run_whose_groups_are_all_filtered_ends_with_a_reason() -> None:
+    """prime-rl#3015: a run without output does not look alive."""
     fleet = a_fleet()
     config = a_config(drop_equal_rewards=True, max_groups_without_output=12)
     with fleet.controller(PROMPTS, lambda rollout, text: 1.0, config=config) as controller:
@@ -558,7 +589,8 @@ def test_batches_can_be_out_together_and_end_in_any_order() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_run_killed_anywhere_goes_on_and_trains_every_prompt_once(seed: int) -> None:
-    """The weights of the checkpoint, here the list of what was trained, are saved together with the state."""
+    """NVIDIA-NeMo/RL#3594: the state holds the work in flight. The weights of the checkpoint, here the list of what was
+    trained, are saved together with it."""
     noise = random.Random(seed)
     saved: tuple[list[int], str | None] = ([], None)
     highest = 0
@@ -722,6 +754,7 @@ def test_workers_that_are_all_stale_are_a_stall() -> None:
 
 
 def test_no_progress_is_a_stall() -> None:
+    """NVIDIA-NeMo/RL#3488: a silent fleet ends in an error with its status."""
     fleet = a_fleet(2, lengths=ConstantLengths(tokens=100), faults=Faults(freezes={"w0": ((1.0, 1e7),)}))
     config = a_config(no_progress_s=100, suspect_limit_s=1e6)
     with (
@@ -732,6 +765,7 @@ def test_no_progress_is_a_stall() -> None:
 
 
 def test_a_cancelled_group_is_accounted_for_and_another_id_is_refused() -> None:
+    """prime-rl#2639, SkyRL#1250: one ending for each sample; an unknown id raises; the worker has really stopped."""
     fleet = a_fleet(lengths=ConstantLengths(tokens=500))
     with fleet.controller(PROMPTS[:8], reward, config=a_config()) as controller:
         fleet.loop.advance(2.0)
@@ -747,6 +781,7 @@ def test_a_cancelled_group_is_accounted_for_and_another_id_is_refused() -> None:
 
 
 def test_draining_ends_what_runs_and_begins_nothing_new() -> None:
+    """prime-rl#2912, prime-rl#1671: waits end at a drain."""
     fleet = a_fleet()
     with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
         fleet.loop.advance(2.0)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import worker_jobs
-from fakes import tiny_llama, wait_until
+from fakes import mark, marker_llama, tiny_llama, wait_until
 
 from rollout import (
     EngineConfig,
@@ -25,6 +25,7 @@ from rollout import (
 from rollout.lease import Lease
 from rollout.pool import RayFleet
 from rollout.worker import WorkerConfig, WorkerState
+from sync import WeightSync
 
 pytestmark = pytest.mark.ray
 
@@ -95,6 +96,28 @@ def test_no_prompt_is_lost_or_doubled_and_no_version_is_wrong_whoever_is_killed(
     assert metrics["rollout/worker_deaths"] >= 1
     assert metrics["rollout/samples_failed"] == metrics["rollout/samples_expired"] == 0
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_weight_sync_over_a_controller_reaches_whoever_is_there(local_ray: str) -> None:
+    trainer = marker_llama()
+    with a_controller(24) as controller, WeightSync(controller) as weight_sync:
+        trained: Counter[str] = Counter()
+        for step in range(8):
+            with controller.next_batch(timeout_s=BATCH_S) as lease:
+                check(lease)
+                trained.update(group.prompt_id for group in lease.groups)
+            if step == 2:
+                os.kill(controller.workers()[0].health().pid, signal.SIGKILL)
+            if step == 4:
+                controller.add_worker()
+            mark(trainer, step + 1)
+            assert weight_sync.publish(trainer).version == step + 1
+        wait_until(lambda: controller.version == 8)
+        workers = controller.workers()
+        assert len(workers) == 3
+        wait_until(lambda: all(w.health().state is WorkerState.HEALTHY and w.version == 8 for w in workers), BATCH_S)
+        assert controller.metrics()["rollout/imbalance"] == 0
+    assert trained == Counter(f"p{n}" for n in range(24))
 
 
 def test_workers_join_and_leave_while_it_runs(local_ray: str) -> None:

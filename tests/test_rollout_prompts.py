@@ -39,6 +39,7 @@ def take(prompts: Prompts, count: int) -> list[Prompt]:
 
 @pytest.mark.parametrize("row", [[5, 6], (5, 6), torch.tensor([5, 6]), np.array([5, 6]), {"prompt": [5, 6]}])
 def test_token_ids_are_taken_as_they_are(row: object) -> None:
+    """trl#5224, verl#6719: nothing is decoded and encoded again."""
     assert encode_prompt(row, None)[0] == [5, 6]
 
 
