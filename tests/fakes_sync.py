@@ -229,7 +229,8 @@ class FakeTarget:
                 self.kill()
                 return
             except Exception as error:
-                future.set_exception(error)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
                 continue
             if not future.set_running_or_notify_cancel():
                 continue
