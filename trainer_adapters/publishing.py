@@ -94,7 +94,5 @@ def engine_of(source: GenerationEngine | RolloutController | None) -> Generation
 
 
 def targets_of(source: GenerationEngine | RolloutController | None) -> list[Any]:
-    """What a WeightSync publishes to; none where there is no source."""
-    if isinstance(source, RolloutController):
-        return list(source.targets())
+    """What a WeightSync publishes to: of a controller the workers of the moment, at each publish; none without a source."""
     return [] if source is None else [source]
