@@ -250,6 +250,19 @@ def test_controller_takes_the_engines_place(tmp_path: Path, shares: bool) -> Non
     assert [set(call["policy_version"]) for call in reward.calls] == [{1}, {2}, {3}]
 
 
+@pytest.mark.ray
+def test_grpo_generates_on_ray_workers(tmp_path: Path, local_ray: str) -> None:
+    tiny_llama(seed=9).save_pretrained(tmp_path / "model")
+    reward = Columns()
+    config = RolloutConfig(num_workers=1, group_size=2, prompts_per_step=1)
+    with RolloutController(str(tmp_path / "model"), [[3, 4]] * 8, engine=SMALL, config=config) as controller:
+        trainer = grpo(tmp_path / "out", controller, reward)
+        trainer.train()
+        assert controller.version == 3
+    check_on_policy(trainer.logs)
+    assert [set(call["policy_version"]) for call in reward.calls] == [{1}, {2}, {3}]
+
+
 def test_adapters_are_merged_on_their_way_to_the_engine(tmp_path: Path) -> None:
     model, base = tiny_llama(), tiny_llama()
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

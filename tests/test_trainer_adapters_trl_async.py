@@ -465,6 +465,33 @@ def test_controller_of_somebody_elses_goes_on_after_the_stop(tmp_path: Path) -> 
         assert counts["rollout/imbalance"] == 0
 
 
+@pytest.mark.ray
+def test_ray_workers_get_the_weights_and_their_samples_say_so(tmp_path: Path, local_ray: str) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    config = RolloutConfig(
+        num_workers=1, group_size=2, prompts_per_step=1, num_epochs=None, sampling=SamplingParams(max_new_tokens=8)
+    )
+    prompt = [{"prompt": [5, 6, 7]}]
+    with RolloutController(
+        str(tmp_path / "model"),
+        prompt,
+        lambda rollout, text: float(len(rollout.token_ids)),
+        engine=SMALL,
+        config=config,
+    ) as controller:
+        worker, transfer = EngineRolloutWorker(controller), EngineWeightTransfer(controller)
+        transfer.init_weight_transfer()
+        for version in (1, 2):
+            transfer.send_weights(sent(tiny_llama(seed=version)))
+            transfer.resume()
+            worker.update_model_version(version)
+        worker.start()
+        wait_until(lambda: take(worker, 1)[0].model_version == 2)
+        assert controller.version == 2
+        worker.stop()
+        transfer.destroy()
+
+
 def test_second_start_is_refused(tmp_path: Path) -> None:
     with GenerationEngine(tiny_llama(), SMALL) as engine:
         worker = worker_over(engine, tmp_path)
