@@ -7,6 +7,7 @@ import resource
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sync.manifest import Manifest
 from sync.place import MEMORY_FOLDER
 from sync.receiver import add_derived
 from sync.transports import SharedMemory
+from sync.transports.run_folder import RunFolder
 from sync.transports.shared_memory import MappedFile
 
 CONFIG = SyncConfig(bucket_bytes=4096)
@@ -419,6 +421,16 @@ def test_a_living_senders_folder_is_not_swept(folder: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------- what somebody still maps
+
+
+def test_run_folders_that_come_and_go_at_once_do_not_take_each_others_home_away(folder: Path) -> None:
+    def come_and_go(_: int) -> None:
+        for _ in range(300):
+            RunFolder(folder).close()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(come_and_go, range(3)))
+    assert list(folder.iterdir()) == []
 
 
 def test_what_somebody_maps_is_never_written_again(folder: Path) -> None:

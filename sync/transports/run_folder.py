@@ -14,6 +14,7 @@ from sync.place import MEMORY_FOLDER
 ALIVE = "alive"
 UNFINISHED = ".new-"
 UNFINISHED_FOR_S = 3600.0
+TRIES = 100
 
 
 class RunFolder:
@@ -28,11 +29,8 @@ class RunFolder:
         if base is None:
             base = MEMORY_FOLDER if MEMORY_FOLDER.exists() else Path(tempfile.gettempdir())
         self._home = base / f"rollsync-{os.getuid()}"
-        self._home.mkdir(mode=0o700, exist_ok=True)
-        check_private(self._home)
-        sweep(self._home)
         # Locked before it has the name that a sweep looks for.
-        unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self._home))
+        unfinished = _make_in(self._home)
         self._lock = try_lock(unfinished / ALIVE)
         assert self._lock is not None
         self.path = unfinished.rename(self._home / f"run-{unfinished.name.removeprefix(UNFINISHED)}")
@@ -45,6 +43,17 @@ class RunFolder:
             self._lock = None
         with suppress(OSError):  # another process has a run folder in it
             self._home.rmdir()
+
+
+def _make_in(home: Path) -> Path:
+    for _ in range(TRIES):
+        home.mkdir(mode=0o700, exist_ok=True)
+        # Whoever else closes its run folder now, the last one in there, takes `home` along.
+        with suppress(FileNotFoundError):
+            check_private(home)
+            sweep(home)
+            return Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=home))
+    raise SyncError(f"{home} is removed again and again while a folder is made in it; name another folder")
 
 
 def sweep(home: Path) -> None:
