@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from rollout.coordinator import Coordinator
+from rollout.errors import EngineStateError
 from rollout.fleet import FleetWorker
 
 
@@ -23,6 +24,8 @@ class FleetTarget:
     def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """`fn(engine, *args)` where the engine lives, on its control thread."""
         outer: Future[Any] = Future()
+        # cancelled here, it would run over there all the same, and its caller would think that it had not
+        outer.set_running_or_notify_cancel()
         loop = self._coordinator.loop
 
         def go() -> None:
@@ -37,7 +40,7 @@ class FleetTarget:
         def end(inner: "Future[Any]") -> None:
             loop.call_soon(partial(self._coordinator.evaluations.after_commit, self.worker_id))
             loop.call_soon(self._coordinator.refresh)  # it may hold another version now
-            error = inner.exception()
+            error = inner.exception() if not inner.cancelled() else EngineStateError("the engine was stopped")
             if error is not None:
                 outer.set_exception(error)
             else:

@@ -56,8 +56,8 @@ class Staging:
         """Check that every slot is filled, and wait until every copy has arrived. Raises ManifestError."""
         self.layout.manifest.check_coverage(self._filled)
         # On a GPU the copies are queued on this thread's stream, and nothing orders that before the reader's.
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize(self.run.device)
 
 
 def _same_bytes(left: Tensor, right: Tensor) -> bool:

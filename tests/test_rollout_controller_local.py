@@ -235,3 +235,14 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         pytest.raises(InvalidRequestError, match="one engine"),
     ):
         controller.add_worker()
+
+
+def test_a_call_of_a_target_cannot_be_taken_back_so_that_nobody_believes_it_was() -> None:
+    """A weight sync uses a version again only if no engine can have it."""
+    with a_controller(tiny_llama()) as controller:
+        (target,) = controller.targets()
+        let = threading.Event()
+        answer = target.call(lambda engine: let.wait(30) and engine.version)
+        assert not answer.cancel()
+        let.set()
+        assert answer.result(30) == 0
