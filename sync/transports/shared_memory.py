@@ -30,7 +30,9 @@ class SharedMemory:
 
     `commit="copy"`: each engine copies from it inside its pause. `commit="remap"`: each engine's parameters are
     re-pointed at its private mapping of the file: milliseconds at any size, one physical copy for all engines; a write
-    to such a parameter never reaches the file or another engine. None: remap where an engine allows it.
+    to such a parameter never reaches the file or another engine, but the bytes under a tensor that somebody took from the
+    engine's model (`parameter.data`, a state dict) change when the file is written again, two versions later: clone what
+    is kept. None: remap where an engine allows it.
 
     A reader holds a lock on the file that it maps, which the kernel lets go of when it dies. The file is written again
     only when nobody holds one; until then the next version goes into another file, and what is older than the two newest
