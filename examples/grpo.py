@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, args = parse_args(argv)
     try:
         model, tokenizer = load_model(args.model)
-        run = RunFolder(args.out)
+        run = RunFolder(args.out, tokenizer=tokenizer)
     except (ModelNotFoundError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -107,6 +107,7 @@ def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run:
             optimizer.zero_grad()
 
             update = engine.last_update
+            run.write_update(update)
             seconds = time.monotonic() - started_at
             run.write_step(
                 {
@@ -165,7 +166,7 @@ class Prompts:
         entry = self.data[rollout.metadata["number"]]
         text = rollout.text(self.tokenizer)
         answer = self.task.extract(text)
-        metadata = {**rollout.metadata, "solution": entry["answer"], "text": text, "answer": answer}
+        metadata = {**rollout.metadata, "solution": entry["answer"], "answer": answer}
         return replace(rollout, reward=float(self.data.score_answer(answer, entry)), metadata=metadata)
 
     def prompt_text(self, question: str) -> str:

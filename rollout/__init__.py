@@ -27,6 +27,7 @@ from rollout.lease import Lease
 from rollout.meters import PauseWaits, StepTimes
 from rollout.rewards import RewardError, RewardResult
 from rollout.rollout_config import RolloutConfig
+from rollout.run_log import RunLog
 from rollout.status import EngineState, EngineStats, UpdateRecord
 from rollout.types import FinishReason, Rollout, SamplingParams, Timings, VersionSpan
 
@@ -52,6 +53,7 @@ __all__ = [
     "RolloutError",
     "RolloutGroup",
     "RolloutStalledError",
+    "RunLog",
     "SamplingParams",
     "StaleRolloutsError",
     "StepTimes",

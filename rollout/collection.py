@@ -46,6 +46,10 @@ class GroupWork:
     """Of the group's own reward function."""
     scored_as: dict[int, int] | None = None
     """What its reward function was last called for: attempt by sample index."""
+    lease_number: int | None = None
+    """The lease that it was last handed out in."""
+    lease_version: int | None = None
+    """The fleet's version then."""
 
     def ordered(self) -> tuple[Rollout, ...]:
         """Its finished rollouts, by sample index."""
@@ -206,13 +210,14 @@ class Collection:
         oldest = oldest_version([*work.rollouts.values(), *work.partials.values()])
         return None if oldest is None else self.timeline.effective(oldest)
 
-    def lease(self, entries: Iterable[GroupEntry], version: int) -> list[RolloutGroup]:
-        """Ready groups are handed out."""
+    def lease(self, entries: Iterable[GroupEntry], version: int, number: int) -> list[RolloutGroup]:
+        """Ready groups are handed out, in the lease of this number."""
         groups: list[RolloutGroup] = []
         for entry in entries:
             work = self.works[entry.number]
             oldest = self.oldest_version(entry)
             self.ledger.lease(entry)
+            work.lease_number, work.lease_version = number, version
             groups.append(
                 RolloutGroup(
                     group_id=entry.group_id,

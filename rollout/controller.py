@@ -35,6 +35,7 @@ from rollout.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
 from rollout.rollout_config import RolloutConfig
 from rollout.rollout_log import RolloutLog
 from rollout.scoring import Scoring
+from rollout.status import UpdateRecord
 from rollout.targets import FleetTarget
 from rollout.types import Rollout, SamplingParams
 
@@ -153,7 +154,7 @@ class RolloutController:
             num_epochs=config.num_epochs,
             shuffle_seed=config.seed if config.shuffle else None,
         )
-        self._log = None if config.rollouts_jsonl is None else RolloutLog(Path(config.rollouts_jsonl))
+        self._log = None if config.rollouts_jsonl is None else RolloutLog(Path(config.rollouts_jsonl), tokenizer)
         self._highest = HighestVersion(None if config.versions_file is None else Path(config.versions_file))
         self._coordinator = Coordinator(
             self._loop,
@@ -163,6 +164,7 @@ class RolloutController:
             keep_group=keep_group,
             on_end=self._group_ended,
             on_version=self._highest.saw,
+            on_update=self._updated,
         )
         self._bar = tqdm(desc="rollouts", unit="rollout") if config.progress_bar else None
         self._life = threading.Lock()
@@ -429,6 +431,10 @@ class RolloutController:
     def _group_ended(self, work: GroupWork, ending: Ending) -> None:
         if self._log is not None:
             self._log.write(work, ending)
+
+    def _updated(self, worker_id: str, record: UpdateRecord) -> None:
+        if self._log is not None:
+            self._log.write_update(worker_id, record)
 
     def _check_running(self) -> None:
         if not self._is_running:

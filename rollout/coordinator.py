@@ -25,6 +25,7 @@ from rollout.report import Status, status_of
 from rollout.rollout_config import RolloutConfig
 from rollout.roster import Roster, Seat
 from rollout.scoring import Scoring
+from rollout.status import UpdateRecord
 from rollout.supervisor import Supervisor
 from rollout.types import Rollout
 from rollout.wire import Finished, WorkerState, WorkItem
@@ -45,8 +46,10 @@ class Coordinator:
         keep_group: KeepGroup | None,
         on_end: Callable[[GroupWork, Ending], None],
         on_version: Callable[[int], None],
+        on_update: Callable[[str, UpdateRecord], None],
     ) -> None:
-        """`on_end`: a group has ended. `on_version`: the fleet's version has moved."""
+        """`on_end`: a group has ended. `on_version`: the fleet's version has moved. `on_update`: a worker's engine has taken
+        a version; of those that it took between two looks, only the last is told."""
         self.loop = loop
         self.prompts = prompts
         self.config = config
@@ -55,7 +58,7 @@ class Coordinator:
         self.roster = Roster(self._load, config.max_samples_per_worker, loop.now)
         self.evaluations = Evaluations(self.roster, scoring, config.max_infra_retries)
         self.admission = Admission(self.collection, self.roster, prompts, config, loop.now)
-        self.supervisor = Supervisor(loop, self.roster, self.collection, config, self.changed)
+        self.supervisor = Supervisor(loop, self.roster, self.collection, config, self.changed, on_update)
         self._suspected: set[int] = set()  # numbers of groups that may have become too old
         self.judge = Judge(
             self.collection,

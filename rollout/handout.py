@@ -122,7 +122,7 @@ class HandOut:
     def _lease(self, chosen: list[GroupEntry], version: int) -> Lease:
         now = self._now()
         complete_s = [now - self._collection.works[entry.number].admitted_at for entry in chosen]
-        groups = self._collection.lease(chosen, version)
+        groups = self._collection.lease(chosen, version, self._num_leases)
         lease = Lease(self._num_leases, groups, chosen, version=version, since=now, end=self._lease_ends)
         self.leases[lease.number] = lease
         self._num_leases += 1

@@ -1,10 +1,11 @@
 """Rollouts as JSON: for checkpoints, and for the file that a run leaves behind."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rollout.types import FinishReason, Rollout, Timings, VersionSpan
+from rollout.types import Decoder, FinishReason, Rollout, Timings, VersionSpan
 
 
 def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
@@ -43,3 +44,29 @@ def rollout_from_json(saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> 
             "metadata": metadata,
         }
     )
+
+
+def rollout_line(
+    rollout: Rollout,
+    *,
+    step: int | None = None,
+    trained_version: int | None = None,
+    ending: str | None = None,
+    tokenizer: Decoder | None = None,
+) -> str:
+    """One line of a `rollouts.jsonl`, the newline included; the same whoever writes it.
+
+    Next to `rollout_to_json`: "text" where a tokenizer is given; "step" and "trained_version", the batch it was handed out
+    in and the trainer's version then, or null if it never was; "ending", how its group ended, if a controller writes it;
+    and its metadata, of which what JSON cannot say is written as its repr.
+    """
+    line = {
+        **rollout_to_json(rollout),
+        "step": step,
+        "trained_version": trained_version,
+        "ending": ending,
+        "metadata": dict(rollout.metadata),
+    }
+    if tokenizer is not None:
+        line["text"] = rollout.text(tokenizer)
+    return json.dumps(line, default=repr) + "\n"

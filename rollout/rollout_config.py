@@ -84,7 +84,8 @@ class RolloutConfig:
     """How often a worker that died is replaced, over the whole run of that worker."""
 
     rollouts_jsonl: Path | str | None = None
-    """A file to which every group that ends is appended, a line a rollout."""
+    """A file to which every group that ends is appended, a line a rollout; the updates of the engines go to `updates.jsonl`
+    beside it. `rollsync report` reads both."""
     versions_file: Path | str | None = None
     """A file that keeps the highest version ever published, for a run that goes on from an older checkpoint."""
     progress_bar: bool = False

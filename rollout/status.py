@@ -1,7 +1,8 @@
 """What an engine says about itself."""
 
 import enum
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from rollout.meters import PauseWaits, StepTimes
 
@@ -29,6 +30,8 @@ class UpdateRecord:
     """Inside the pause: how long generation stood still."""
     straddlers: int
     """Requests that had tokens of the old version and go on under the new one."""
+    finished_at: float = field(default_factory=time.time)
+    """When the pause was about to be left, in seconds since the epoch: now, for a record made there."""
 
 
 @dataclass(frozen=True, kw_only=True)

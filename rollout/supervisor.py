@@ -8,6 +8,7 @@ from rollout.errors import RolloutError, WorkerDiedError
 from rollout.fleet import Loop
 from rollout.rollout_config import RolloutConfig
 from rollout.roster import Roster, Seat
+from rollout.status import UpdateRecord
 from rollout.watchdogs import Signs, stall
 from rollout.wire import WorkerState
 
@@ -19,9 +20,15 @@ class Supervisor:
     """Reads the workers' health at each tick, and when something of theirs has come."""
 
     def __init__(
-        self, loop: Loop, roster: Roster, collection: Collection, config: RolloutConfig, changed: Callable[[], None]
+        self,
+        loop: Loop,
+        roster: Roster,
+        collection: Collection,
+        config: RolloutConfig,
+        changed: Callable[[], None],
+        on_update: Callable[[str, UpdateRecord], None],
     ) -> None:
-        """`changed`: something is possible now that was not."""
+        """`changed`: something is possible now that was not. `on_update`: a worker's engine has taken a version."""
         self.newest_version = 0
         """That any worker was ever seen at, or any token to be of. It never goes back."""
         self._loop = loop
@@ -29,6 +36,7 @@ class Supervisor:
         self._collection = collection
         self._config = config
         self._changed = changed
+        self._on_update = on_update
         now = loop.now()
         self._signs = Signs(progress_at=now, reward_at=now, serving_at=now)
         self._snapshot_at = now
@@ -61,6 +69,9 @@ class Supervisor:
         moved = health.version > seat.version or health.state is not seat.state
         if not seat.is_lost:
             seat.state = health.state
+        update = None if health.engine is None else health.engine.last_update
+        if update is not None and update.version == health.version > seat.version:
+            self._on_update(seat.worker_id, update)
         seat.version, seat.incarnation = health.version, health.incarnation
         self.saw_version(health.version)
         if seat.state is not WorkerState.SUSPECT:

@@ -1,0 +1,71 @@
+"""What a run leaves behind, a line at a time: `rollsync report` makes a page of it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rollout.records import rollout_line
+from rollout.status import UpdateRecord
+from rollout.types import Decoder, Rollout
+
+ROLLOUTS, UPDATES, METRICS = "rollouts.jsonl", "updates.jsonl", "metrics.jsonl"
+
+
+class RunLog:
+    """A run's folder, for a loop of your own; a RolloutController writes the same by itself.
+
+        log = RunLog("runs/first", tokenizer=tokenizer)
+        ...
+        log.write_rollouts(rollouts, step=step, trained_version=engine.version)
+        with engine.update():
+            optimizer.step()
+        log.write_update(engine.last_update)
+
+    `rollouts.jsonl` has a line a rollout (`rollout.records.rollout_line`), `updates.jsonl` one an update of an engine,
+    `metrics.jsonl` one a step. Each line is written at once, so that a run that is cut short leaves whole lines.
+    """
+
+    def __init__(self, path: Path | str, *, tokenizer: Decoder | None = None) -> None:
+        """`tokenizer`: each rollout is written with its text too. Raises FileExistsError if the folder holds a run already,
+        other OSErrors if it cannot be written."""
+        self.path = Path(path)
+        self._tokenizer = tokenizer
+        if (self.path / ROLLOUTS).exists():
+            raise FileExistsError(f"{self.path} holds a run already; give another folder")
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in (ROLLOUTS, UPDATES, METRICS):
+            (self.path / name).touch()
+
+    def write_rollouts(
+        self, rollouts: Sequence[Rollout], *, step: int | None = None, trained_version: int | None = None
+    ) -> None:
+        """When they are handed to the trainer for `step`, whose weights then are `trained_version`. Without a step: they
+        were never trained on."""
+        lines = [
+            rollout_line(rollout, step=step, trained_version=trained_version, tokenizer=self._tokenizer)
+            for rollout in rollouts
+        ]
+        append(self.path / ROLLOUTS, "".join(lines))
+
+    def write_update(self, record: UpdateRecord | None, *, worker_id: str | None = None) -> None:
+        """An engine's `last_update`, after each. `worker_id`: as in the rollouts of that engine; None where there is one
+        engine. None for a record, as of an engine that has had no update, writes nothing."""
+        if record is not None:
+            append(self.path / UPDATES, update_line(record, worker_id))
+
+    def write_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """The numbers of one step, by name."""
+        append(self.path / METRICS, json.dumps(dict(metrics), default=repr) + "\n")
+
+
+def update_line(record: UpdateRecord, worker_id: str | None) -> str:
+    """One line of an `updates.jsonl`, the newline included."""
+    return json.dumps({"worker_id": worker_id, **asdict(record)}) + "\n"
+
+
+def append(path: Path, lines: str) -> None:
+    """In one write."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(lines)
