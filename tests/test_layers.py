@@ -1,4 +1,4 @@
-"""trainer_adapters -> sync -> rollout -> transformers, torch, ray: read from the imports."""
+"""rollsync_cli -> trainer_adapters -> sync -> rollout -> transformers, torch, ray: read from the imports."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("rollout", "sync", "trainer_adapters")
-NEVER_IMPORTED = {"rollout": {"sync", "trainer_adapters"}, "sync": {"trainer_adapters"}, "trainer_adapters": set()}
+PACKAGES = ("rollout", "sync", "trainer_adapters", "rollsync_cli")
+NEVER_IMPORTED = {package: set(PACKAGES[number + 1 :]) for number, package in enumerate(PACKAGES)}
 MAY_IMPORT: dict[str, set[Path]] = {
     "ray": {
         Path("rollout/pool.py"),

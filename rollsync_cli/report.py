@@ -1,0 +1,296 @@
+"""One self-contained page from a run's folder.
+
+Inline SVG written by Jinja2, which escapes whatever it is given: the marks are plain rectangles and paths, colours are CSS, so
+one file serves light and dark screens. A plotting library would write fixed colours or bring scripts along; the page has
+neither scripts nor references, and its policy forbids both to the browser.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from rollsync_cli.charts import Chart, Point, Stack, bar_chart, line_chart, number
+from rollsync_cli.run_files import RolloutRow, Run, Update, read_run
+from rollsync_cli.timeline import NUM_COLOURS, Timeline, colour, seconds, timeline
+
+MAX_TEXTS = 24
+"""Rollouts shown of a step."""
+MAX_TEXT = 2_000
+"""Characters shown of a text."""
+MAX_ERRORS = 12
+MAX_STEP_ROWS = 500
+
+
+def write_report(run: Path | str, out: Path | str | None = None) -> Path:
+    """Writes the page (`report.html` in the run's folder, unless `out` says where), whole or not at all, and returns its path.
+    Raises RunFolderError for what is no run, OSError where the page cannot be written."""
+    path = Path(run)
+    html = render(read_run(path))
+    folder = path if path.is_dir() else path.parent
+    target = Path(out) if out is not None else folder / "report.html"
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        # what cannot be encoded (half a surrogate pair in a model's text) becomes "?"
+        beside.write_text(html, encoding="utf-8", errors="replace")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return target
+
+
+def render(run: Run) -> str:
+    """The page."""
+    environment = Environment(
+        loader=PackageLoader("rollsync_cli"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
+    picture = timeline(run)
+    steps = run.steps()
+    rows = step_rows(steps)
+    return environment.get_template("report.html.jinja").render(
+        run=run,
+        charts=panels(steps, run.updates),
+        timeline=picture,
+        findings=list(findings(run, picture)),
+        facts=facts(run, rows),
+        step_rows=rows[-MAX_STEP_ROWS:],
+        num_rows_left_out=max(len(rows) - MAX_STEP_ROWS, 0),
+        columns=_columns(run.metrics),
+        metrics=run.metrics[-MAX_STEP_ROWS:],
+        samples=samples(steps),
+        errors=_errors(run.rollouts),
+        colours=range(NUM_COLOURS),
+        css_of=colour,
+        show=_show,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One step in numbers."""
+
+    step: int
+    trained_version: int | None
+    num_rollouts: int
+    reward: float | None
+    num_tokens: float
+    """Mean length of a response."""
+    staleness: int | None
+    """Of its oldest token."""
+    num_spanning: int
+
+
+def step_rows(steps: Mapping[int, Sequence[RolloutRow]]) -> list[StepRow]:
+    """By step."""
+    return [
+        StepRow(
+            step=step,
+            trained_version=rows[0].trained_version,
+            num_rollouts=len(rows),
+            reward=fmean(_rewards(rows)) if _rewards(rows) else None,
+            num_tokens=fmean(row.num_tokens for row in rows),
+            staleness=max(_staleness(rows), default=None),
+            num_spanning=sum(len(row.spans) > 1 for row in rows),
+        )
+        for step, rows in steps.items()
+    ]
+
+
+def facts(run: Run, rows: Sequence[StepRow]) -> list[tuple[str, str, str]]:
+    """(value, what it is, detail) for the head of the page."""
+    num_spanning = sum(len(row.spans) > 1 for row in run.rollouts)
+    rewards = [row.reward for row in rows if row.reward is not None]
+    items = [
+        (f"{len(rows):,}", "step" if len(rows) == 1 else "steps", f"{len(run.rollouts):,} rollouts"),
+        (f"{sum(row.num_tokens for row in run.rollouts):,}", "tokens", f"in {seconds(run.duration_s)}"),
+    ]
+    if rewards:
+        edge = min(3, len(rewards))
+        first, last = fmean(rewards[:edge]), fmean(rewards[-edge:])
+        which = "in the only step" if len(rewards) == 1 else f"mean reward, first {edge} and last {edge} steps"
+        value = f"{last:.2f}" if len(rewards) == 1 else f"{first:.2f} → {last:.2f}"
+        items.append((value, "reward", which))
+    if run.rollouts:
+        share = num_spanning / len(run.rollouts)
+        items.append((f"{share:.0%}", "span an update", f"{num_spanning:,} rollouts have tokens of several versions"))
+    stale = [row.staleness for row in rows if row.staleness is not None]
+    if stale:
+        items.append((str(max(stale)), "versions at most", "from a token's version to the trainer's"))
+    if run.updates:
+        held = [1000 * update.held_s for update in run.updates]
+        items.append((f"{number(median(held))} ms", "pause", f"median held, {number(max(held))} ms the longest"))
+    return items
+
+
+def findings(run: Run, picture: Timeline) -> Iterable[str]:
+    """What the timeline shows, in sentences."""
+    if not picture.num_drawn:
+        yield "No rollout of this run has the times of its start and end, so there is no timeline."
+        return
+    if run.updates:
+        yield (
+            f"{picture.num_crossed} of {picture.num_updates} updates came while requests were in flight; "
+            f"{picture.num_crossings:,} times a request went on across one."
+        )
+        yield f"Generation stood still for {picture.held_share:.1%} of the time."
+    else:
+        yield "The run has no updates.jsonl: colours change where the token counts say, and there are no lines for updates."
+    for count, what in (
+        (
+            picture.num_left_out,
+            f"older requests are left out of the picture; the latest {picture.num_drawn:,} are in it",
+        ),
+        (picture.num_never_started, "requests ended while they still waited to start, and are not drawn"),
+        (picture.num_without_times, "rollouts have no times, and are not drawn"),
+    ):
+        if count:
+            yield f"{count:,} {what}."
+
+
+# ------------------------------------------------------------------------------------------------------------- panels
+
+
+def panels(steps: Mapping[int, Sequence[RolloutRow]], updates: Sequence[Update]) -> list[Chart]:
+    """Reward, length, staleness, pauses."""
+    return [
+        line_chart(
+            "Reward",
+            "mean of a step, and its 95% interval",
+            "step",
+            [_reward_point(step, _rewards(rows)) for step, rows in steps.items() if _rewards(rows)],
+            from_zero=False,
+        ),
+        line_chart(
+            "Response length",
+            "tokens: mean of a step, and the middle 80%",
+            "step",
+            [_length_point(step, sorted(row.num_tokens for row in rows)) for step, rows in steps.items()],
+            from_zero=True,
+        ),
+        bar_chart(
+            "Staleness",
+            "versions from a rollout's oldest token to the trainer's",
+            "step",
+            [_staleness_stack(step, _staleness(rows)) for step, rows in steps.items() if _staleness(rows)],
+            legend=(("mean", "mean"), ("most", "most")),
+            whole=True,
+        ),
+        bar_chart(
+            "Pauses",
+            "ms for each update, the longest of its engines",
+            "version",
+            _pause_stacks(updates),
+            legend=(("held", "held: generation stood still"), ("wait", "waited for: the step in progress ends")),
+        ),
+    ]
+
+
+def _reward_point(step: int, rewards: Sequence[float]) -> Point:
+    mean = fmean(rewards)
+    half = 1.96 * stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
+    title = f"step {step}: {mean:.3f} ± {half:.3f}, {len(rewards)} rollouts"
+    return Point(x=step, y=mean, low=mean - half, high=mean + half, title=title)
+
+
+def _length_point(step: int, lengths: Sequence[int]) -> Point:
+    low, high = lengths[int(0.1 * (len(lengths) - 1))], lengths[math.ceil(0.9 * (len(lengths) - 1))]
+    mean = fmean(lengths)
+    return Point(x=step, y=mean, low=low, high=high, title=f"step {step}: {mean:.1f} tokens, {low} to {high}")
+
+
+def _staleness_stack(step: int, staleness: Sequence[int]) -> Stack:
+    mean, most = fmean(staleness), max(staleness)
+    title = f"step {step}: {mean:.2f} in the mean, {most} at most"
+    return Stack(x=step, values=(mean, most - mean), title=title)
+
+
+def _pause_stacks(updates: Sequence[Update]) -> list[Stack]:
+    by_version: dict[int, list[Update]] = {}
+    for update in updates:
+        by_version.setdefault(update.version, []).append(update)
+    stacks: list[Stack] = []
+    for version, same in sorted(by_version.items()):
+        held, wait = (1000 * max(getattr(update, name) for update in same) for name in ("held_s", "wait_s"))
+        title = f"version {version}: held {held:.1f} ms, waited {wait:.1f} ms"
+        stacks.append(Stack(x=version, values=(held, wait), title=title))
+    return stacks
+
+
+# -------------------------------------------------------------------------------------------------------------- texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A rollout to read."""
+
+    row: RolloutRow
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Some rollouts of one step."""
+
+    step: int
+    shown: list[Sample]
+    num_left_out: int
+
+
+def samples(steps: Mapping[int, Sequence[RolloutRow]]) -> list[Samples]:
+    """What the model said in the first and in the last step, where texts were written."""
+    chosen: list[Samples] = []
+    for step in dict.fromkeys([*list(steps)[:1], *list(steps)[-1:]]):
+        rows = [row for row in steps[step] if row.text is not None]
+        if rows:
+            shown = [
+                Sample(row=row, prompt=_cut(row.prompt or ""), text=_cut(row.text or "")) for row in rows[:MAX_TEXTS]
+            ]
+            chosen.append(Samples(step=step, shown=shown, num_left_out=len(rows) - len(shown)))
+    return chosen
+
+
+def _cut(text: str) -> str:
+    text = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … and {len(text) - MAX_TEXT:,} more characters"
+
+
+def _errors(rows: Iterable[RolloutRow]) -> list[tuple[int, str, str]]:
+    """(how often, an id, what) of what went wrong, the most frequent first."""
+    seen: dict[str, list[str]] = {}
+    for row in rows:
+        if row.error is not None:
+            seen.setdefault(_cut(row.error), []).append(row.rollout_id)
+    by_count = sorted(seen.items(), key=lambda item: -len(item[1]))
+    return [(len(ids), ids[0], error) for error, ids in by_count[:MAX_ERRORS]]
+
+
+def _rewards(rows: Iterable[RolloutRow]) -> list[float]:
+    return [row.reward for row in rows if row.reward is not None and math.isfinite(row.reward)]
+
+
+def _staleness(rows: Iterable[RolloutRow]) -> list[int]:
+    return [row.staleness for row in rows if row.staleness is not None]
+
+
+def _columns(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for line in metrics for name in line))
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, float):
+        return number(value) if math.isfinite(value) else str(value)
+    return "" if value is None else str(value)
