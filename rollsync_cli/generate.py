@@ -27,6 +27,7 @@ from rollout.prompts import encode_prompt
 from rollout.records import rollout_line
 from rollout.rollout_config import mix
 from rollsync_cli.errors import CommandError, GenerationFailedError
+from rollsync_cli.interrupts import after_block
 
 WINDOW = 1024
 """Prompts that are in the engine at once: enough to keep it busy, few enough to hold in memory."""
@@ -83,8 +84,10 @@ def run(job: Job) -> int:
         )
         with shown:
             for rollout in rollouts(engine, lines, params, job):
-                file.write(rollout_line(rollout, tokenizer=engine.tokenizer))
-                file.flush()
+                line = rollout_line(rollout, tokenizer=engine.tokenizer)
+                with after_block():
+                    file.write(line)
+                    file.flush()
                 num_failed += rollout.finish_reason is FinishReason.ERROR
                 shown.update()
     return num_failed
