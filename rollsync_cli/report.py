@@ -118,9 +118,9 @@ def facts(run: Run, rows: Sequence[StepRow]) -> list[tuple[str, str, str]]:
         (f"{sum(row.num_tokens for row in run.rollouts):,}", "tokens", f"in {seconds(run.duration_s)}"),
     ]
     if rewards:
-        edge = min(3, len(rewards))
+        edge = max(min(3, len(rewards) // 2), 1)
         first, last = fmean(rewards[:edge]), fmean(rewards[-edge:])
-        which = "in the only step" if len(rewards) == 1 else f"mean reward, first {edge} and last {edge} steps"
+        which = "in the only step" if len(rewards) == 1 else f"mean of the first and of the last {edge} steps"
         value = f"{last:.2f}" if len(rewards) == 1 else f"{first:.2f} → {last:.2f}"
         items.append((value, "reward", which))
     if run.rollouts:
@@ -202,7 +202,9 @@ def _reward_point(step: int, rewards: Sequence[float]) -> Point:
     mean = fmean(rewards)
     half = 1.96 * stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
     title = f"step {step}: {mean:.3f} ± {half:.3f}, {len(rewards)} rollouts"
-    return Point(x=step, y=mean, low=mean - half, high=mean + half, title=title)
+    # no further than rewards went: an interval below 0 makes no sense of rewards that are 0 or 1
+    low, high = max(mean - half, min(rewards)), min(mean + half, max(rewards))
+    return Point(x=step, y=mean, low=low, high=high, title=title)
 
 
 def _length_point(step: int, lengths: Sequence[int]) -> Point:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from rollout import RunLog
 from rollsync_cli.checks import Status
 from rollsync_cli.doctor import check_shared_memory
+from rollsync_cli.interrupts import after_block
 from rollsync_cli.main import app
 from rollsync_cli.versions import check_version
 
@@ -229,6 +230,25 @@ def test_ctrl_c_leaves_whole_lines_and_exit_code_130(model: Path, tmp_path: Path
     lines = lines_of(first + rest)
     assert [line["rollout_id"] for line in lines] == [f"p{number}-0" for number in range(len(lines))]
     assert 1 <= len(lines) < 5000
+
+
+def test_ctrl_c_waits_for_the_end_of_a_line_and_a_second_one_does_not() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of a script's shell ignores it
+    events: list[str] = []
+
+    def write(num_interrupts: int) -> None:
+        with after_block():
+            for _ in range(num_interrupts):
+                signal.raise_signal(signal.SIGINT)
+            events.append("written")
+
+    with pytest.raises(KeyboardInterrupt):
+        write(1)
+    assert events == ["written"]
+    with pytest.raises(KeyboardInterrupt):
+        write(2)
+    assert events == ["written"]
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 # ------------------------------------------------------------------------------------------------------------ doctor
