@@ -84,7 +84,10 @@ def test_three_steps_write_every_rollout_and_every_version(tiny_model, tmp_path,
     assert sum(step["mixed_groups"] for step in steps) > 0, "nothing was trained, so this shows nothing"
     printed = capsys.readouterr().out.splitlines()
     assert any(line.startswith(f"{spanning} of 36 rollouts span an update") for line in printed)
-    assert printed[-1] == f"results: {out}"
+    assert printed[-2:] == [f"report: {out / 'report.html'}", f"results: {out}"]
+    page = (out / "report.html").read_text()
+    assert all(f'data-id="{rollout["rollout_id"]}"' in page for rollout in rollouts)
+    assert [update["version"] for update in lines(out / "updates.jsonl")] == [1, 2, 3]
 
 
 INTERRUPTIBLE = """
