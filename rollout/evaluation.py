@@ -108,7 +108,7 @@ class Evaluations:
             rollout = replace(rollout, metadata=task.metadata)
             self._scoring.score_alone(rollout, lambda result, error: self._scored(task, rollout, result, error))
         else:
-            self._retry(task, rollout.error or f"it ended by {rollout.finish_reason}")
+            self._retry(task, rollout.error or f"it ended by {rollout.finish_reason}", rollout)
         return True
 
     def refused(self, item: WorkItem, error: Exception) -> bool:
@@ -127,7 +127,7 @@ class Evaluations:
         """A worker died."""
         for task in [task for task in self._running.values() if task.worker_id == worker_id]:
             self._release(task)
-            self._retry(task, str(error))
+            self._retry(task, str(error), None)
 
     def before_commit(self, worker_id: str, go: Callable[[], None]) -> None:
         """Calls `go` once the worker evaluates nothing; until `after_commit` it gets no new evaluation."""
@@ -162,13 +162,16 @@ class Evaluations:
         task.run.results[task.position] = rollout
         self._check(task.run)
 
-    def _retry(self, task: _Task, error: str) -> None:
+    def _retry(self, task: _Task, error: str, rollout: Rollout | None) -> None:
         task.num_failures += 1
-        if task.num_failures > self._max_retries:
-            self._end(task.run, InvalidRequestError(f"evaluation sample {task.item.request_id}: {error}"))
+        if task.num_failures <= self._max_retries:
+            task.item = replace(task.item, attempt=task.item.attempt + 1)
+            self._queued.appendleft(task)
             return
-        task.item = replace(task.item, attempt=task.item.attempt + 1)
-        self._queued.appendleft(task)
+        rollout = rollout if rollout is not None else _nothing(task.item)
+        ended = replace(rollout, metadata=task.metadata, finish_reason=FinishReason.ERROR, error=error)
+        task.run.results[task.position] = ended
+        self._check(task.run)
 
     def _release(self, task: _Task) -> None:
         worker_id = task.worker_id
@@ -196,3 +199,20 @@ class Evaluations:
         if run in self._runs:
             self._runs.remove(run)
             run.future.set_exception(error)
+
+
+def _nothing(item: WorkItem) -> Rollout:
+    """What is left of a sample whose worker died with it."""
+    return Rollout(
+        rollout_id=item.request_id,
+        prompt_id=item.prompt_id,
+        sample_index=item.sample_index,
+        attempt=item.attempt,
+        prompt_ids=list(item.prompt_ids),
+        token_ids=[],
+        logprobs=[],
+        loss_mask=[],
+        version_spans=[],
+        prefill_version=None,
+        finish_reason=FinishReason.ERROR,
+    )

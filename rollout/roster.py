@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.fleet import FleetWorker, Link
@@ -110,10 +110,6 @@ class Roster:
         for entry in passed:
             heapq.heappush(self._heap, entry)
         return found
-
-    def serving(self, version: int) -> Iterator[Seat]:
-        """Those that may be given work."""
-        return (seat for seat in self.seats.values() if self.serves(seat, version))
 
     def idle_share(self) -> float:
         """Of the workers' time, the part in which they had nothing to do; in [0, 1]."""

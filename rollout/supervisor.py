@@ -54,8 +54,6 @@ class Supervisor:
             self._signs.progress_at = now
         if not ledger.num_samples(SampleState.REWARDING):
             self._signs.reward_at = now
-        if any(True for _ in self._roster.serving(self.newest_version)):
-            self._signs.serving_at = now
         return self._standing_still(now)
 
     def look_at_all(self) -> None:
@@ -84,6 +82,8 @@ class Supervisor:
             if health.engine.generated_tokens > seat.num_tokens:
                 self.saw_progress()
             seat.num_tokens, seat.tokens_per_s = health.engine.generated_tokens, health.engine.tokens_per_s
+        if self._roster.serves(seat, self.newest_version):
+            self._signs.serving_at = self._loop.now()
         if moved:
             self._roster.touch(seat.worker_id)
             self._changed()

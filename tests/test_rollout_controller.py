@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout import InvalidRequestError, Rollout, SamplingParams
+from rollout import FinishReason, InvalidRequestError, Rollout, SamplingParams
 from rollout.controller import RolloutController
 from rollout.errors import (
     EngineStateError,
@@ -812,6 +812,15 @@ def test_an_evaluation_runs_beside_training_and_is_in_no_account() -> None:
         with pytest.raises(InvalidRequestError, match="evaluation prompt 1"):
             controller.evaluate([[1], []])
         check_books(controller)
+
+
+def test_an_evaluation_that_fails_for_good_has_a_result_that_says_so() -> None:
+    fleet = a_fleet(1, lengths=ConstantLengths(tokens=500), faults=Faults(deaths={"w0": (2.0, 9.0)}), restart_s=1.0)
+    with fleet.controller(PROMPTS, reward, config=a_config(max_infra_retries=1)) as controller:
+        (result,) = controller.evaluate([{"prompt": [5, 6], "answer": 1}], SamplingParams(max_new_tokens=600))
+        assert result.finish_reason is FinishReason.ERROR
+        assert "w0: killed" in (result.error or "")
+        assert (result.prompt_ids, result.metadata, result.reward) == ([5, 6], {"answer": 1}, None)
 
 
 def test_a_commit_through_a_target_waits_for_the_evaluation_up_to_its_limit() -> None:
