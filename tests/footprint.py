@@ -45,6 +45,14 @@ def file_pss_kib(engine: Any, folder: Path) -> int:
     return share
 
 
+def runs_on_files(engine: Any, folder: Path) -> bool:
+    """Whether every weight of the engine lies in a file below the folder that it maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(end, 16) for end in line.split(" ", 1)[0].split("-")] for line in lines if str(folder) in line]
+    addresses = [tensor.data_ptr() for tensor in engine.model.state_dict().values()]
+    return all(any(start <= address < stop for start, stop in ranges) for address in addresses)
+
+
 def files_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 

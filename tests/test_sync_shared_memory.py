@@ -16,7 +16,7 @@ import pytest
 import torch
 from fakes import mark, marker_llama, tiny_llama, wait_until
 from fakes_sync import BUCKET_BYTES, FakeTarget, check_fleet, marked
-from footprint import Footprint, file_pss_kib, files_below, footprint, footprint_of
+from footprint import Footprint, file_pss_kib, files_below, footprint, footprint_of, runs_on_files
 from process_target import NUM_MARKS, PRELOADED, ProcessTarget
 from sender_process import SenderProcess
 
@@ -158,6 +158,7 @@ def test_remapped_engines_share_one_physical_copy(folder: Path, survivors: list[
     Publisher(weight_sync, *survivors).publish()
     layout = Layout(Manifest.of(marker_llama()), CONFIG.bucket_bytes)
     weight_sync.close()  # the sender maps it too until then
+    assert all(target.call(runs_on_files, folder).result(30) for target in survivors)
     shares = [target.call(file_pss_kib, folder).result(30) for target in survivors]
     whole = layout.num_bytes / 1024
     assert sum(shares) <= whole * 1.1 + 8
