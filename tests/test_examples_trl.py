@@ -30,7 +30,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(model: Path, out: Path) -> list[str]:
     return [
-        *("--model", str(model), "--out", str(out), "--steps", "3", "--prompts-per-step", "2", "--group-size", "4"),
+        *("--model", str(model), "--out", str(out), "--steps", "3", "--prompts-per-step", "4", "--group-size", "8"),
         *("--max-new-tokens", "8", "--lr", "1e-3"),
     ]
 

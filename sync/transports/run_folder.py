@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -84,7 +85,8 @@ def try_lock(path: Path) -> int | None:
 def check_private(home: Path) -> None:
     """SyncError if another user could read or write what is in this folder."""
     status = home.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not home.is_dir() or home.is_symlink():
+    # Of the link itself, and asked once: it may be removed between two questions.
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not stat.S_ISDIR(status.st_mode):
         raise SyncError(
             f"{home} must be a folder of this user alone (mode 0700), it has owner {status.st_uid} and mode "
             f"{status.st_mode & 0o777:o}: others could read or replace the weights in it; remove it or name another folder"
