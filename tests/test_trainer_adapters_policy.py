@@ -227,7 +227,7 @@ def test_adapters_of_a_partitioned_model_are_merged() -> None:
     got = dict(PolicyView(zero3.model, gather=zero3.gathered).tensors())
     assert all(torch.equal(got[name], tensor) for name, tensor in MergedLora(with_lora()).tensors())
     assert got.keys() == tiny_llama().state_dict().keys()
-    with pytest.raises(SyncError, match="sharded; publish .*PolicyView"):
+    with pytest.raises(SyncError, match=r"sharded; publish .*PolicyView"):
         MergedLora(zero3.model)
 
 
