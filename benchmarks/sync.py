@@ -19,10 +19,13 @@ file system and `load_state_dict`; a gloo broadcast in 64 MiB buckets while gene
 saved folder.
 """
 
+# ruff: noqa: E402  what is imported depends on the path and environment that are set before
+
 import argparse
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -32,16 +35,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # in this file's own folder, its name would hide the package `sync`
 os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"  # before Ray is imported
 
 import psutil
 import ray
-import sync_workers as over_there
 import torch
 import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks import sync_workers as over_there
 from rollout import EngineConfig
 from rollout.worker import Worker, WorkerConfig
 from sync import WeightSync
@@ -92,11 +97,9 @@ def load(name: str) -> tuple[str, PreTrainedModel]:
     """What a worker loads, and the trainer's model."""
     if name in ("2gb", "tiny"):
         factory = over_there.synthetic_2gb if name == "2gb" else over_there.synthetic_tiny
-        return f"sync_workers:{factory.__name__}", factory()
+        return f"benchmarks.sync_workers:{factory.__name__}", factory()
     if name == "smollm2":
-        import sys
-
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+        sys.path.insert(1, str(ROOT / "examples"))
         from smollm2 import smollm2_folder
 
         name = str(smollm2_folder())
@@ -118,13 +121,12 @@ class Row:
 
 
 def measure(source: str, trainer: PreTrainedModel, num_bytes: int, count: int, args: argparse.Namespace) -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
     config = WorkerConfig(
         model=source,
         engine=EngineConfig(max_requests=args.requests),
         num_cpus=0,
         num_threads=max(1, (os.cpu_count() or 1) // count),
-        env={"PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])},
+        env={"PYTHONPATH": str(ROOT)},
     )
     workers = [Worker.start(f"w{number}", config) for number in range(count)]
     rows = {way: Row() for way in args.ways}

@@ -258,7 +258,7 @@ def linear_flops(model: PreTrainedModel, row: Row) -> int:
     return 2 * (body * tokens + head.weight.numel() * row.total)
 
 
-def report(contenders: list[Contender], row: Row, rate: float, bound: float) -> None:
+def report(contenders: list[Contender], row: Row, matrix_rate: float, bound: float) -> None:
     reference = contenders[0].tokens
     ours_rate = row.total / statistics.median(contenders[-1].seconds)
     print(f"{'':68} {'tokens/s':>9} {'slowest':>8} {'fastest':>8} {'rollsync is':>12} {'equal':>9} {'peak GiB':>9}")
@@ -270,7 +270,7 @@ def report(contenders: list[Contender], row: Row, rate: float, bound: float) -> 
             f"{contender.name:68} {rate:9.1f} {rates[0]:8.1f} {rates[-1]:8.1f} {ours_rate / rate:11.2f}x "
             f"{equal:>4}/{len(reference):<4} {contender.peak_bytes / 2**30:9.2f}"
         )
-    name = f"bound (linear layers alone, at {rate / 1e9:.0f} GFLOP/s)"
+    name = f"bound (linear layers alone, at {matrix_rate / 1e9:.0f} GFLOP/s)"
     print(f"{name:68} {bound:9.1f} {'':17} {ours_rate / bound:11.2f}x", flush=True)
 
 
