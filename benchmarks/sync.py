@@ -134,6 +134,7 @@ def measure(source: str, trainer: PreTrainedModel, num_bytes: int, count: int, a
     with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         try:
             call(workers, over_there.start_load, args.requests, args.prompt_tokens, args.new_tokens)
+            call(workers, over_there.wait_for_tokens, args.requests * args.new_tokens // 4)
             for block in range(args.blocks):
                 for name in args.ways:
                     if name == "rebuild" and block:
@@ -159,7 +160,7 @@ def once(way: "Way", row: Row, rest_s: float) -> None:
     row.wall.append(time.perf_counter() - began)
     threading.Event().wait(rest_s / 2)  # the first steps after it belong to it
     made = sum(call(way.workers, over_there.num_tokens)) - before
-    row.lost.append(time.perf_counter() - began - made / quiet)
+    row.lost.append(time.perf_counter() - began - made / quiet if quiet else float("nan"))
     for name, seconds in times.items():
         getattr(row, name).append(seconds)
     steps = call(way.workers, over_there.step_times)

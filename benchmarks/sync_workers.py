@@ -31,7 +31,7 @@ def synthetic_2gb() -> PreTrainedModel:
         vocab_size=16_384,
         hidden_size=1536,
         intermediate_size=6144,
-        num_hidden_layers=12,
+        num_hidden_layers=14,
         num_attention_heads=12,
         num_key_value_heads=4,
         tie_word_embeddings=True,
@@ -82,12 +82,20 @@ def start_load(engine: GenerationEngine, requests: int, prompt_tokens: int, new_
 
     def watch() -> None:
         while not clocks.stop.is_set():
-            for _ in engine.stream([1, 2, 3], SamplingParams(max_new_tokens=512, stop_token_ids=())):
+            for _ in engine.stream([1, 2, 3], SamplingParams(max_new_tokens=1500, stop_token_ids=())):
                 clocks.tokens.append(time.perf_counter())
 
+    threading.Thread(target=watch, daemon=True).start()
+    wait_for_tokens(engine, 1)  # first in line: it must not wait for a place when it is needed
     for _ in range(2 * requests):
         submit(torch.randint(10, vocab, (prompt_tokens,), generator=generator).tolist())
-    threading.Thread(target=watch, daemon=True).start()
+
+
+def wait_for_tokens(engine: GenerationEngine, count: int) -> None:
+    """Until the load has passed its first prefills."""
+    timer, end = threading.Event(), time.perf_counter() + LIMIT_S
+    while num_tokens(engine) < count and time.perf_counter() < end:
+        timer.wait(0.05)
 
 
 def stop_load(engine: GenerationEngine) -> None:
