@@ -8,6 +8,8 @@ share of time that generation was held and the share during which the staging co
 stands beside a plain `copy_` of the same tensors, on the same thread and with the loop parked too, once in each pair.
 """
 
+# ruff: noqa: E402  what is imported depends on the path that is set before
+
 import argparse
 import platform
 import statistics
@@ -18,14 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+# benchmarks/sync.py would hide the package `sync`; the demo's model is in examples/
+sys.path[:1] = [str(ROOT), str(ROOT / "examples")]
+
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout import EngineConfig, GenerationEngine, SamplingParams
 from sync import SyncReport, WeightSync
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 
 def main() -> None:
