@@ -48,7 +48,8 @@ class RunFolder:
 
 def _make_in(home: Path) -> Path:
     for _ in range(TRIES):
-        home.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):  # not `exist_ok`, which looks again at what may be gone by then
+            home.mkdir(mode=0o700)
         # Whoever else closes its run folder now, the last one in there, takes `home` along.
         with suppress(FileNotFoundError):
             check_private(home)
