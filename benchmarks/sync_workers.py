@@ -56,7 +56,6 @@ class Clocks:
 
     tokens: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def prepare(self, staged: Any) -> None:
         """As a DerivedTensors: nothing to compute."""
@@ -70,7 +69,7 @@ _clocks = Clocks()
 
 
 def start_load(engine: GenerationEngine, requests: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Always `requests` running and as many waiting, greedy, until `stop_load`; one more streams for the clock."""
+    """Always `requests` running and as many waiting, greedy, until the worker ends; one more streams for the clock."""
     clocks = _clocks
     add_derived(engine, clocks)
     vocab = engine.model.get_input_embeddings().num_embeddings
@@ -78,10 +77,10 @@ def start_load(engine: GenerationEngine, requests: int, prompt_tokens: int, new_
     params = SamplingParams(max_new_tokens=new_tokens, temperature=0, stop_token_ids=())
 
     def submit(prompt: list[int]) -> None:
-        engine.submit(prompt, params).add_done_callback(lambda _: None if clocks.stop.is_set() else submit(prompt))
+        engine.submit(prompt, params).add_done_callback(lambda _: submit(prompt))
 
     def watch() -> None:
-        while not clocks.stop.is_set():
+        while True:
             for _ in engine.stream([1, 2, 3], SamplingParams(max_new_tokens=1500, stop_token_ids=())):
                 clocks.tokens.append(time.perf_counter())
 
@@ -96,10 +95,6 @@ def wait_for_tokens(engine: GenerationEngine, count: int) -> None:
     timer, end = threading.Event(), time.perf_counter() + LIMIT_S
     while num_tokens(engine) < count and time.perf_counter() < end:
         timer.wait(0.05)
-
-
-def stop_load(engine: GenerationEngine) -> None:
-    _clocks.stop.set()
 
 
 def num_tokens(engine: GenerationEngine) -> int:

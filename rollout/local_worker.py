@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rollout.engine import GenerationEngine
 from rollout.errors import EngineStateError, RolloutError, WorkerDiedError
+from rollout.start_item import start_item
 from rollout.status import EngineState, EngineStats
 from rollout.types import Rollout
 from rollout.wire import Finished, Refusal, WorkerState, WorkItem
@@ -121,33 +122,7 @@ class LocalWorker:
     def _submit(self, item: WorkItem) -> None:
         if self.engine.version < self._serve_from:
             raise EngineStateError(f"the engine is at version {self.engine.version}, not yet at {self._serve_from}")
-        if item.size > 1:
-            futures = self.engine.submit_group(
-                item.prompt_ids,
-                item.params,
-                size=item.size,
-                request_id=item.request_id,
-                group_id=item.group_id,
-                prompt_id=item.prompt_id,
-                sample_index=item.sample_index,
-                metadata=item.metadata,
-                timeout_s=item.timeout_s,
-            )
-        else:
-            futures = [
-                self.engine.submit(
-                    item.prompt_ids,
-                    item.params,
-                    request_id=item.request_id,
-                    group_id=item.group_id,
-                    prompt_id=item.prompt_id,
-                    sample_index=item.sample_index,
-                    metadata=item.metadata,
-                    timeout_s=item.timeout_s,
-                    resume_from=item.resume_from,
-                )
-            ]
-        for future in futures:
+        for future in start_item(self.engine, item):
             future.add_done_callback(lambda future: self._finish(item, future.result()))
 
     def _finish(self, item: WorkItem, rollout: Rollout) -> None:

@@ -26,9 +26,10 @@ from rollout.errors import (
     WorkerStaleError,
     WorkerUnreachableError,
 )
+from rollout.start_item import start_item
 from rollout.status import EngineState
 from rollout.types import FinishReason, Rollout
-from rollout.wire import Batch, Finished, Kept, Parcel, Refusal, Report, WorkerState, WorkItem, from_parcel, pack
+from rollout.wire import Batch, Finished, Kept, Parcel, Refusal, Report, WorkerState, from_parcel, pack
 from rollout.worker_config import WorkerConfig, call_factory, is_factory
 
 log = logging.getLogger("rollsync")
@@ -179,7 +180,7 @@ class WorkerHost:
             held = self._held[key] = _Held(metadata=parcel.metadata, attempt=parcel.attempt, unread=parcel.size)
             self._outstanding += parcel.size
         try:
-            futures = self._start(from_parcel(parcel))
+            futures = start_item(self._engine, from_parcel(parcel))
         except BaseException:
             with self._changed:
                 del self._held[key]
@@ -189,18 +190,6 @@ class WorkerHost:
             held.futures = list(futures)
         for future in futures:
             future.add_done_callback(lambda done: self._on_done(key, held, done))
-
-    def _start(self, item: WorkItem) -> list[RolloutFuture]:
-        common: dict[str, Any] = {
-            "request_id": item.request_id,
-            "group_id": item.group_id,
-            "prompt_id": item.prompt_id,
-            "sample_index": item.sample_index,
-            "timeout_s": item.timeout_s,
-        }
-        if item.size > 1:
-            return self._engine.submit_group(item.prompt_ids, item.params, size=item.size, **common)
-        return [self._engine.submit(item.prompt_ids, item.params, resume_from=item.resume_from, **common)]
 
     def _check_serving(self) -> None:
         if self._closed:

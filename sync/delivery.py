@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout import PauseTimeoutError, RolloutError, UpdateRecord
 from sync.errors import SyncError, SyncTimeoutError
+from sync.futures import failed
 from sync.link import Link
 from sync.place import Deadline
 from sync.receiver import commit
@@ -123,9 +124,7 @@ class Delivery:
         try:
             return shipment.transport.send(shipment.package, shipment.run, shipment.links, self._deadline)
         except Exception as error:  # it costs this version these targets, not the others behind other transports
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return dict.fromkeys((link.name for link in shipment.links), failed)
+            return dict.fromkeys((link.name for link in shipment.links), failed(error))
 
     @staticmethod
     def _note_sent(sent: "Iterable[Future[None]]", outcome: Outcome) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout import GenerationEngine, RolloutError
 from sync.errors import SyncError
+from sync.futures import failed
 from sync.receiver import hello
 from sync.ticket import Claim, TargetStatus
 
@@ -102,9 +103,7 @@ class Link:
         try:
             return self.target.call(fn, *args)
         except RolloutError as refused:
-            failed: Future[Any] = Future()
-            failed.set_exception(refused)
-            return failed
+            return failed(refused)
 
     def fence(self, version: int) -> None:
         """Keep a target that missed a version from serving an older one, where that is in its hands."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from rollout import EngineState, GenerationEngine, RolloutError
 from sync.config import check_seconds
 from sync.errors import SyncError, SyncTimeoutError
+from sync.futures import failed
 from sync.layout import Layout, empty_run, seal
 from sync.link import Target
 from sync.manifest import Manifest
@@ -63,7 +64,7 @@ class Disk:
             folder = self._store.write(package, run, deadline, keep=self._keep)
         except (OSError, SafetensorError, SyncError) as error:
             failure = error if isinstance(error, SyncError) else self._cannot_write(package, error)
-            return {link.name: _failed(failure) for link in links}
+            return {link.name: failed(failure) for link in links}
         cargo = StoredCargo(path=str(self._store.path), folder=folder, deadline=deadline)
         return {link.name: link.call(_accept_stored, package, cargo) for link in links}
 
@@ -167,9 +168,3 @@ def _on_device(run: Tensor, layout: Layout) -> Tensor:
         with suppress(torch.cuda.OutOfMemoryError):
             return run.to(layout.manifest.device)
     return run
-
-
-def _failed(error: Exception) -> "Future[Any]":
-    failed: Future[Any] = Future()
-    failed.set_exception(error)
-    return failed
