@@ -29,7 +29,8 @@ class Probe:
     """Remembers the middle element of each of `weights`."""
 
     def __init__(self, weights: Iterable[torch.Tensor], start: Start) -> None:
-        self._weights = [t for t in weights if t.numel() > 0 and t.is_contiguous()]
+        probed = [t for t in weights if t.numel() > 0 and t.is_contiguous()]
+        self._weights = sorted(probed, key=lambda t: str(t.dtype))  # here and not at each step, see `_bits`
         self._start = start
         self.record()
 
@@ -111,9 +112,8 @@ def start_on(device: torch.device) -> Start:
 
 
 def _bits(elements: list[torch.Tensor]) -> torch.Tensor:
-    """As integers [num_elements]: NaN, which an optimizer may have written, is not equal to itself. Few kernels, whatever
-    the number of elements."""
-    by_type = sorted(elements, key=lambda element: str(element.dtype))
-    stacks = [torch.stack(list(alike)) for _, alike in groupby(by_type, key=lambda element: element.dtype)]
+    """As integers [num_elements]: NaN, which an optimizer may have written, is not equal to itself. `elements` of one type
+    stand together: few kernels, whatever their number."""
+    stacks = [torch.stack(list(alike)) for _, alike in groupby(elements, key=lambda element: element.dtype)]
     integers = [stack.view(INTEGERS[stack.element_size()]).to(torch.int64) for stack in stacks]
     return torch.cat(integers) if integers else torch.empty(0, dtype=torch.int64)
