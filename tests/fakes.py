@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from rollout import GenerationEngine
+from rollout.delivery import RolloutFuture
 
 VOCAB_SIZE = 64
 EOS_ID = 1
@@ -146,6 +147,22 @@ class StepGate:
         if not self.is_open:
             self._arrived.release()
             assert self._permitted.acquire(timeout=60), "the gate was never opened"
+
+
+class CancelsOne(GenerationEngine):
+    """Ends the first sample of the first group before it has a token."""
+
+    num_submitted = 0
+
+    def submit_group(self, *args: object, **kwargs: object) -> list[RolloutFuture]:
+        if self.num_submitted:
+            return super().submit_group(*args, **kwargs)
+        gate = StepGate(self)
+        futures = super().submit_group(*args, **kwargs)
+        self.num_submitted += 1
+        self.cancel(futures[0].request_id)
+        gate.open()
+        return futures
 
 
 def move_evicted_kv_to_host(engine: GenerationEngine, num_sectors: int = 64) -> list[str]:

@@ -1,7 +1,7 @@
 """One rollout for each prompt of a trainer, and what stays untouched when one fails."""
 
 import pytest
-from fakes import StepGate, tiny_llama
+from fakes import CancelsOne, tiny_llama
 
 from rollout import (
     EngineConfig,
@@ -11,29 +11,12 @@ from rollout import (
     RolloutController,
     SamplingParams,
 )
-from rollout.delivery import RolloutFuture
 from trainer_adapters import AdapterError
 from trainer_adapters.generation import generator_of, groups, is_usable
 
 A, B, TOO_LONG = [5, 6, 7], [8, 9], list(range(2, 60)) * 9
 PARAMS = SamplingParams(max_new_tokens=6, stop_token_ids=())
 SMALL = EngineConfig(num_blocks=16, page_size=16)
-
-
-class CancelsOne(GenerationEngine):
-    """Ends the first sample of the first group before it has a token."""
-
-    num_submitted = 0
-
-    def submit_group(self, *args: object, **kwargs: object) -> list[RolloutFuture]:
-        if self.num_submitted:
-            return super().submit_group(*args, **kwargs)
-        gate = StepGate(self)
-        futures = super().submit_group(*args, **kwargs)
-        self.num_submitted += 1
-        self.cancel(futures[0].request_id)
-        gate.open()
-        return futures
 
 
 def make(source: GenerationEngine | RolloutController, max_retries: int = 1):

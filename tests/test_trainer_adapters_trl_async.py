@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from fakes import EOS_ID, StepGate, tiny_llama, tiny_qwen2, wait_until
+from fakes import EOS_ID, CancelsOne, StepGate, tiny_llama, tiny_qwen2, wait_until
 from fakes_trl import Logs, even_share, number_tokenizer, prompts, settings
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -31,7 +31,6 @@ from rollout import (
     SamplingParams,
     VersionSpan,
 )
-from rollout.delivery import RolloutFuture
 from rollout.local_fleet import LocalFleet
 from sync import ManifestError
 from sync.manifest import held_tensors
@@ -393,22 +392,6 @@ def test_reward_functions_get_what_trl_gives_them(tmp_path: Path) -> None:
     assert math.isnan(rewards[0])
     assert rewards[1:] == [1.5, 0.5, 0.5]
     assert samples[1].metrics["rewards/one"] == samples[1].metrics["rewards/other"] == 1.0
-
-
-class CancelsOne(GenerationEngine):
-    """Ends the first sample of the first group before it has a token."""
-
-    num_submitted = 0
-
-    def submit_group(self, *args: Any, **kwargs: Any) -> list[RolloutFuture]:
-        if self.num_submitted:
-            return super().submit_group(*args, **kwargs)
-        gate = StepGate(self)
-        futures = super().submit_group(*args, **kwargs)
-        self.num_submitted += 1
-        self.cancel(futures[0].request_id)
-        gate.open()
-        return futures
 
 
 def test_sample_that_fails_is_replaced_and_its_siblings_come(tmp_path: Path) -> None:
