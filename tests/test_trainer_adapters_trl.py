@@ -177,8 +177,16 @@ class KeepsInputs(EngineGRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class ByPlace(Columns):
+    """No two samples of a group are equally good, whatever they say."""
+
+    def __call__(self, **columns: Any) -> list[float]:
+        super().__call__(**columns)
+        return [float(place % 4) for place in range(len(columns["completion_ids"]))]
+
+
 def test_failed_sample_counts_nowhere_and_its_siblings_train(tmp_path: Path) -> None:
-    reward = Columns()
+    reward = ByPlace()
     logs = Logs()
     with LosesOne(tiny_llama(), SMALL, copy_weights=True) as engine:
         trainer = KeepsInputs(

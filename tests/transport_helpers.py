@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -155,7 +156,8 @@ def signal_in_broadcast(_: Any, count: int, which: signal.Signals) -> None:
 
     def signalled(group: BroadcastGroup, part: Tensor) -> None:
         if next(numbers) == count:
-            os.kill(os.getpid(), which)
+            # Sent to the process, it would stop another thread first, and this one might go on to the end meanwhile.
+            signal.pthread_kill(threading.get_ident(), which)
         broadcast(group, part)
 
     BroadcastGroup.broadcast = signalled  # type: ignore[method-assign]

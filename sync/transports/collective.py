@@ -34,6 +34,7 @@ from sync.transports.host_memory import HOST, HostMemory
 from sync.transports.roll_call import RollCall, Unanswered, failure_of
 from sync.transports.run_folder import RunFolder
 
+MEETING = "group-"
 CLOSE_S = 5.0
 
 
@@ -183,8 +184,13 @@ class Collective:
     def _meeting_file(self) -> str:
         if self._folder is None:
             self._folder = RunFolder()
-        # The last rank to leave removes the file; after a kill it stays, small, until this transport is closed.
-        return str(self._folder.path / f"group-{next(self._numbers)}")
+        number = next(self._numbers)
+        # The last rank to leave removes its file, but two that leave at once may each take the other for the last, and one
+        # that is killed never leaves. The group before this one may still be in use.
+        for left in self._folder.path.glob(f"{MEETING}*"):
+            if int(left.name.removeprefix(MEETING)) < number - 1:
+                left.unlink(missing_ok=True)
+        return str(self._folder.path / f"{MEETING}{number}")
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else HOST
