@@ -17,7 +17,7 @@ the same Parameters and these checks:
 - spans: under marker weights (version k says token k) every token of every rollout carries the version that said it,
   across updates, cancels and preemptions.
 - fencing: a fused optimizer's step outside `update()`, which moves no version counter, is noticed within a few steps, fences
-  the engine and ends the requests; an update brings it back. (No step waits for the comparison, see rollout/probe.py.)
+  the engine and ends the requests; an update brings it back. (No step waits for the comparison, see rollout/model/probe.py.)
 
 Then tokens/s, how long a pause was waited for and held, and the copy's bandwidth beside the device's own.
 Needs torch 2.11 or newer. Exit code: 0 all passed, 1 something failed or was left out, 2 no such device.

@@ -32,7 +32,7 @@ import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from rollout import GenerationEngine, SamplingParams
-from rollout.kernels import kernels
+from rollout.model.kernels import kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 

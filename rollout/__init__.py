@@ -3,6 +3,9 @@
 See `GenerationEngine` for one engine, and `RolloutController` for batches of complete, rewarded groups.
 """
 
+from rollout.batches.groups import RolloutGroup
+from rollout.batches.lease import Lease
+from rollout.batches.rewards import RewardError, RewardResult
 from rollout.config import EngineConfig
 from rollout.controller import RolloutController
 from rollout.engine import GenerationEngine
@@ -22,10 +25,7 @@ from rollout.errors import (
     WorkerStaleError,
     WorkerUnreachableError,
 )
-from rollout.groups import RolloutGroup
-from rollout.lease import Lease
 from rollout.meters import PauseWaits, StepTimes
-from rollout.rewards import RewardError, RewardResult
 from rollout.rollout_config import RolloutConfig
 from rollout.run_log import RunLog
 from rollout.status import EngineState, EngineStats, UpdateRecord

@@ -14,29 +14,29 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from rollout import checkpoint
-from rollout.checkpoint import HighestVersion
-from rollout.collection import GroupWork
+from rollout.batches.collection import GroupWork
+from rollout.batches.entries import Ending
+from rollout.batches.groups import KeepGroup, rewards_differ
+from rollout.batches.lease import Lease
+from rollout.batches.prompts import Prompt, Prompts, Rows, encode_prompt
+from rollout.batches.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
 from rollout.config import EngineConfig
-from rollout.coordinator import Coordinator
 from rollout.engine import GenerationEngine
-from rollout.entries import Ending
 from rollout.errors import EngineStateError, InvalidRequestError, RolloutStalledError
-from rollout.fleet import Fleet, FleetWorker, Loop
-from rollout.fleets import fleet_for
-from rollout.groups import KeepGroup, rewards_differ
-from rollout.lease import Lease
-from rollout.local_fleet import LocalFleet
-from rollout.loop import ThreadLoop
-from rollout.prompts import Prompt, Prompts, Rows, encode_prompt
-from rollout.report import Status, metrics_of
-from rollout.requests import check_limit
-from rollout.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
+from rollout.fleet import checkpoint
+from rollout.fleet.checkpoint import HighestVersion
+from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.fleets import fleet_for
+from rollout.fleet.local_fleet import LocalFleet
+from rollout.fleet.loop import ThreadLoop
+from rollout.fleet.protocols import Fleet, FleetWorker, Loop
+from rollout.fleet.report import Status, metrics_of
+from rollout.fleet.rollout_log import RolloutLog
+from rollout.fleet.scoring import Scoring
+from rollout.fleet.targets import FleetTarget
+from rollout.requests.checks import check_limit
 from rollout.rollout_config import RolloutConfig
-from rollout.rollout_log import RolloutLog
-from rollout.scoring import Scoring
 from rollout.status import UpdateRecord
-from rollout.targets import FleetTarget
 from rollout.types import Rollout, SamplingParams
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RolloutController:
 
     `model`: with `num_workers=0` a module, which one engine in this process shares; else a path or an importable factory.
     A prompt is token ids, text, chat messages, or a dict with "prompt" and columns that become metadata; see
-    `rollout.prompts`. `reward_fn(rollout, text)` returns a number or a RewardResult, or is a coroutine function;
+    `rollout.batches.prompts`. `reward_fn(rollout, text)` returns a number or a RewardResult, or is a coroutine function;
     `group_reward_fn(rollouts)` returns a list of them instead; without either, rewards are the trainer's.
     """
 

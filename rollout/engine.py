@@ -15,10 +15,8 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
 
-from rollout import requests
 from rollout.config import EngineConfig
 from rollout.control import ControlThread
-from rollout.delivery import RolloutFuture, TokenStream
 from rollout.errors import (
     EngineDeadError,
     EngineFencedError,
@@ -26,14 +24,16 @@ from rollout.errors import (
     InvalidRequestError,
     PauseTimeoutError,
 )
-from rollout.inflight import InFlight
 from rollout.manager import RolloutManager, host
 from rollout.meters import Meters
-from rollout.shell import WeightWatch, build_shell
+from rollout.model.shell import WeightWatch, build_shell
+from rollout.requests import checks
+from rollout.requests.delivery import RolloutFuture, TokenStream
+from rollout.requests.inflight import InFlight
+from rollout.requests.submission import check_submission
+from rollout.requests.tracker import RequestTracker
 from rollout.sizing import upstream_settings
 from rollout.status import EngineState, EngineStats, UpdateRecord
-from rollout.submission import check_submission
-from rollout.tracker import RequestTracker
 from rollout.types import FinishReason, Rollout, SamplingParams
 from rollout.update import Updater
 
@@ -154,7 +154,7 @@ class GenerationEngine:
         """Ends generation after the step in progress. What is in flight resolves with its partial rollout (ABORT). Safe
         to call again, after a death, and from any thread but one inside `update()`; whoever calls it waits for the end."""
         self._updater.refuse_inside("stop()")
-        timeout_s = requests.check_limit(timeout_s)
+        timeout_s = checks.check_limit(timeout_s)
         with self._tracker.lock:
             again = self._state == EngineState.STOPPED
             self._state = EngineState.STOPPED
@@ -282,7 +282,7 @@ class GenerationEngine:
         return self._submit(
             prompt_ids,
             params,
-            size=requests.check_size(size),
+            size=checks.check_size(size),
             request_id=request_id,
             group_id=group_id,
             prompt_id=prompt_id,
@@ -311,11 +311,11 @@ class GenerationEngine:
         self._updater.refuse_inside("generate()")
         if self._tracker.is_delivering():
             raise EngineStateError("generate() in a future's callback would wait for itself; use submit() there")
-        params = requests.check_params(params)
-        prompts = requests.check_prompts(prompts)
+        params = checks.check_params(params)
+        prompts = checks.check_prompts(prompts)
         for number, prompt in enumerate(prompts):
             try:
-                requests.check_prompt(prompt, params, self._limits)
+                checks.check_prompt(prompt, params, self._limits)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {number}: {error}") from None
         futures: list[RolloutFuture] = []
@@ -353,7 +353,7 @@ class GenerationEngine:
                 "this engine's parameters cannot be re-pointed: another model shares them (make the engine with "
                 "copy_weights=True), or captured graphs hold their addresses; write into them in place"
             )
-        return self._updater.update(version, requests.check_limit(timeout_s), remap)
+        return self._updater.update(version, checks.check_limit(timeout_s), remap)
 
     def call(
         self, fn: Callable[Concatenate["GenerationEngine", P], R], *args: P.args, **kwargs: P.kwargs
@@ -476,7 +476,7 @@ class GenerationEngine:
             resume_from=resume_from,
             stream=stream,
         )
-        timeout_s = requests.check_timeout(timeout_s)
+        timeout_s = checks.check_timeout(timeout_s)
         group = self._tracker.add(
             lambda key, version: submission.requests(key, version, self._abort),
             lambda: self._check(EngineState.RUNNING),

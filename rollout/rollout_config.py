@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from rollout.batches.groups import FailurePolicy, OnFailure
+from rollout.batches.staleness import Order, StalenessPolicy
 from rollout.errors import InvalidRequestError
-from rollout.groups import FailurePolicy, OnFailure
-from rollout.staleness import Order, StalenessPolicy
 from rollout.types import SamplingParams
 
 
@@ -23,7 +23,7 @@ class RolloutConfig:
     prompts_per_step: int = 32
     """Groups of a batch."""
     max_staleness: int = 1
-    """How many versions older than the hand-out a token may be; 0 is strictly on-policy. See `rollout.staleness`."""
+    """How many versions older than the hand-out a token may be; 0 is strictly on-policy. See `rollout.batches.staleness`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How each sample is drawn. Its seed, or else the one below, is mixed with the prompt's number, so that no two groups
     share their noise."""
@@ -35,7 +35,7 @@ class RolloutConfig:
     """Another order in each epoch, from the seed."""
 
     admission: Order = "windowed"
-    """Which groups make a batch: "windowed", "fifo" or "expiring". See `rollout.staleness.StalenessPolicy`."""
+    """Which groups make a batch: "windowed", "fifo" or "expiring". See `rollout.batches.staleness.StalenessPolicy`."""
     look_ahead: int | None = None
     """Groups that a batch is chosen from, at least `prompts_per_step`; None: all that are admitted."""
     max_tokens_ahead: int | None = None

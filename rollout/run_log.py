@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rollout.records import rollout_line
+from rollout.batches.records import rollout_line
 from rollout.status import UpdateRecord
 from rollout.types import Decoder, Rollout
 
@@ -23,7 +23,7 @@ class RunLog:
             optimizer.step()
         log.write_update(engine.last_update)
 
-    `rollouts.jsonl` has a line a rollout (`rollout.records.rollout_line`), `updates.jsonl` one an update of an engine,
+    `rollouts.jsonl` has a line a rollout (`rollout.batches.records.rollout_line`), `updates.jsonl` one an update of an engine,
     `metrics.jsonl` one a step. Each line is written at once, so that a run that is cut short leaves whole lines.
     """
 

@@ -65,7 +65,7 @@ def upstream_settings(config: EngineConfig, shell: PreTrainedModel) -> tuple[Con
 
 
 def _has_our_attention(model: PreTrainedModel) -> bool:
-    """Whether `model`'s attention is what `rollout.attention` computes: scaled dot products through the attention interface,
+    """Whether `model`'s attention is what `rollout.model.attention` computes: scaled dot products through the attention interface,
     with or without capped logits (Gemma 2), without sinks (gpt-oss, which says that it does not support sdpa)."""
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return supports_sdpa(model) or capped

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from rollout.control import ControlThread
 from rollout.errors import EngineFencedError, EngineStateError, InvalidRequestError, PauseTimeoutError
 from rollout.manager import RolloutManager
-from rollout.shell import WeightWatch
+from rollout.model.shell import WeightWatch
+from rollout.requests.tracker import RequestTracker
 from rollout.status import UpdateRecord
-from rollout.tracker import RequestTracker
 
 GRACE_S = 5.0
 

@@ -24,8 +24,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
-from rollout import requests
-from rollout.calls import PendingCalls
 from rollout.engine import GenerationEngine
 from rollout.errors import (
     InvalidRequestError,
@@ -33,12 +31,14 @@ from rollout.errors import (
     WorkerDiedError,
     WorkerUnreachableError,
 )
-from rollout.incarnation import Incarnation
-from rollout.joins import JoinCallbacks
-from rollout.remote import Answer, Failure, RemoteHost
+from rollout.requests import checks
 from rollout.types import Rollout
-from rollout.wire import Finished, Refusal, WorkerHealth, WorkerState, WorkItem, to_parcel, unpack
 from rollout.worker_config import WorkerConfig
+from rollout.workers.calls import PendingCalls
+from rollout.workers.incarnation import Incarnation
+from rollout.workers.joins import JoinCallbacks
+from rollout.workers.remote import Answer, Failure, RemoteHost
+from rollout.workers.wire import Finished, Refusal, WorkerHealth, WorkerState, WorkItem, to_parcel, unpack
 
 __all__ = ["Finished", "Refusal", "WorkItem", "Worker", "WorkerConfig", "WorkerHealth", "WorkerState"]
 
@@ -86,7 +86,7 @@ class Worker:
         """A process with an engine in it; returns once the engine runs. `serve_from_version` above 0: it is STALE and takes
         no request until a publish has brought it there. Raises InvalidRequestError for a model or settings that cannot
         work, WorkerUnreachableError when it takes too long (as where no node has room), WorkerDiedError."""
-        if requests.check_label("worker_id", worker_id) is None:
+        if checks.check_label("worker_id", worker_id) is None:
             raise InvalidRequestError("worker_id must be a non-empty string, got None")
         for name, value in (("incarnation", incarnation), ("serve_from_version", serve_from_version)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -123,8 +123,8 @@ class Worker:
         """The oldest results, each handed out once, up to `max_items`; waits up to `timeout_s` for the first, in the worker,
         and is empty if none came. One thread polls at a time, others wait. A WorkerUnreachableError loses nothing: the next
         poll brings what this one should have."""
-        max_items = requests.check_size(max_items)
-        timeout_s = requests.check_limit(timeout_s)
+        max_items = checks.check_size(max_items)
+        timeout_s = checks.check_limit(timeout_s)
         deadline = time.monotonic() + timeout_s
         if not self._polling.acquire(timeout=timeout_s):
             return []
@@ -213,7 +213,7 @@ class Worker:
 
     def wait_for(self, *states: WorkerState, timeout_s: float) -> WorkerHealth:
         """Waits until it is in one of these states. WorkerUnreachableError when it is not in time."""
-        timeout_s = requests.check_limit(timeout_s)
+        timeout_s = checks.check_limit(timeout_s)
         with self._changed:
             self._now.watch()
             if not self._changed.wait_for(lambda: self._state() in states, timeout_s):
@@ -271,7 +271,7 @@ class Worker:
         that were in flight included (ABORT, with what they had): none of a worker that is dead or does not answer. Safe to
         call again. WorkerUnreachableError if the process is still there after `timeout_s`."""
         self._check_owner("stop")
-        deadline = time.monotonic() + requests.check_limit(timeout_s)
+        deadline = time.monotonic() + checks.check_limit(timeout_s)
         left: list[Finished] = []
         with self._alone("stop", timeout_s):
             if self._is_stopped:

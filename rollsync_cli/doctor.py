@@ -137,7 +137,7 @@ def check_shared_memory(folder: Path) -> Check:
 
 def check_kernels() -> Check:
     """The compiled kernels of engines on a CPU."""
-    from rollout.kernels import COMPILERS, kernels
+    from rollout.model.kernels import COMPILERS, kernels
 
     section, name = "features", "CPU kernels"
     if kernels() is not None:

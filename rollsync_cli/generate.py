@@ -22,9 +22,9 @@ from rollout import (
     RolloutError,
     SamplingParams,
 )
-from rollout.delivery import RolloutFuture
-from rollout.prompts import encode_prompt
-from rollout.records import rollout_line
+from rollout.batches.prompts import encode_prompt
+from rollout.batches.records import rollout_line
+from rollout.requests.delivery import RolloutFuture
 from rollout.rollout_config import mix
 from rollsync_cli.errors import CommandError, GenerationFailedError
 from rollsync_cli.interrupts import after_block

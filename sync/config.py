@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.requests import LONGEST_LIMIT_S
+from rollout.requests.checks import LONGEST_LIMIT_S
 from sync.errors import SyncError
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from rollout.weights import by_identity
+from rollout.model.weights import by_identity
 from sync.errors import ManifestError, SyncError
 
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

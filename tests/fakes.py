@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from rollout import GenerationEngine
-from rollout.delivery import RolloutFuture
+from rollout.requests.delivery import RolloutFuture
 
 VOCAB_SIZE = 64
 EOS_ID = 1

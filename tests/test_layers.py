@@ -9,10 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("rollout", "sync", "trainer_adapters", "rollsync_cli")
 NEVER_IMPORTED = {package: set(PACKAGES[number + 1 :]) for number, package in enumerate(PACKAGES)}
+PARTS = ("model", "requests", "manager", "workers", "batches", "fleet", "simulate")
+ABOVE = {part: {f"rollout.{above}" for above in PARTS[number + 1 :]} for number, part in enumerate(PARTS)}
+ABOVE["model"].remove("rollout.manager")  # the module's shell asks the manager's package what upstream calls things
+"""Within `rollout`."""
 MAY_IMPORT: dict[str, set[Path]] = {
     "ray": {
-        Path("rollout/pool.py"),
-        Path("rollout/remote.py"),
+        Path("rollout/fleet/pool.py"),
+        Path("rollout/workers/remote.py"),
         Path("rollout/worker_config.py"),
         Path("sync/transports/object_store.py"),
     },
@@ -26,7 +30,11 @@ MAY_IMPORT: dict[str, set[Path]] = {
     "peft": {Path("sync/lora.py")},
 }
 """Which files may need what may not be installed."""
-TYPING_ONLY = {Path("rollout/tracker.py"), Path("rollout/upstream_api.py"), Path("rollout/seams.py")}
+TYPING_ONLY = {
+    Path("rollout/requests/tracker.py"),
+    Path("rollout/requests/upstream_api.py"),
+    Path("rollout/requests/seams.py"),
+}
 """They name the type of the results that they are handed."""
 UPSTREAM_PRIVATE = {
     "batch_processor",
@@ -94,6 +102,13 @@ def test_a_layer_never_imports_the_ones_above_it(package: str) -> None:
     for path in sources(package):
         tops = {name.split(".")[0] for name in imports(path)}
         assert not tops & NEVER_IMPORTED[package], path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_rollout_never_imports_the_ones_above_it(part: str) -> None:
+    for path in sources(f"rollout/{part}"):
+        used = {".".join(name.split(".")[:2]) for name in imports(path)}
+        assert not used & ABOVE[part], path.relative_to(ROOT)
 
 
 @pytest.mark.parametrize("optional", MAY_IMPORT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes import tiny_llama
 
-from rollout.attention import PagedKeys, paged_attention, plan_batch
+from rollout.model.attention import PagedKeys, paged_attention, plan_batch
 
 HEAD_DIM, KV_HEADS = 8, 2
 CACHE_ROWS = 600

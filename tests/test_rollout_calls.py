@@ -7,8 +7,8 @@ import pytest
 from fakes import wait_until
 
 from rollout import RolloutError, WorkerDiedError, WorkerUnreachableError
-from rollout.calls import PendingCalls
-from rollout.joins import JoinCallbacks
+from rollout.workers.calls import PendingCalls
+from rollout.workers.joins import JoinCallbacks
 
 LATE, GONE = WorkerUnreachableError("no answer"), WorkerDiedError("gone")
 

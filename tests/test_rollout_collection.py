@@ -1,12 +1,12 @@
 """What each event makes of samples and groups."""
 
 from rollout import FinishReason, Rollout, SamplingParams, VersionSpan
-from rollout.collection import Collection, GroupWork, parse_sample_id
-from rollout.entries import Ending
-from rollout.groups import FailureKind, Verdict
-from rollout.prompts import Prompt
+from rollout.batches.collection import Collection, GroupWork, parse_sample_id
+from rollout.batches.entries import Ending
+from rollout.batches.groups import FailureKind, Verdict
+from rollout.batches.prompts import Prompt
 from rollout.rollout_config import RolloutConfig
-from rollout.wire import Finished
+from rollout.workers.wire import Finished
 
 
 def a_collection(**settings: object) -> Collection:

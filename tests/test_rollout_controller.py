@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from rollout import FinishReason, InvalidRequestError, Rollout, SamplingParams
+from rollout.batches.lease import Lease
+from rollout.batches.rewards import RewardResult
 from rollout.controller import RolloutController
 from rollout.errors import (
     EngineStateError,
@@ -16,8 +18,6 @@ from rollout.errors import (
     StaleRolloutsError,
     WorkerDiedError,
 )
-from rollout.lease import Lease
-from rollout.rewards import RewardResult
 from rollout.rollout_config import RolloutConfig
 from rollout.simulate import (
     ConstantLengths,
@@ -27,7 +27,7 @@ from rollout.simulate import (
     SimulatedTrainer,
     SimulatedWorker,
 )
-from rollout.wire import WorkerState
+from rollout.workers.wire import WorkerState
 
 TAIL = LogNormalLengths(mean=100, sigma=1.0, longest=800)
 PROMPTS = [[2 + n % 50, 3] for n in range(1000)]

@@ -25,7 +25,7 @@ from rollout import (
     Rollout,
     SamplingParams,
 )
-from rollout.results import RequestQueue
+from rollout.requests.results import RequestQueue
 
 TINY_CACHE = EngineConfig(page_size=4, num_blocks=12, max_batch_tokens=32)  # 48 tokens
 

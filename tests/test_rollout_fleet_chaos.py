@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from rollout import PromptsExhaustedError, Rollout, RolloutConfig, RolloutController, SamplingParams
-from rollout.lease import Lease
+from rollout.batches.lease import Lease
 from rollout.simulate import Faults, LogNormalLengths, SimulatedFleet, SimulatedTrainer
 
 LONG_S = 20_000.0

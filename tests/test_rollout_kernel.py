@@ -10,9 +10,9 @@ import torch
 from fakes import ARCHITECTURES, greedy_reference, random_prompts, tiny_llama
 
 from rollout import GenerationEngine, SamplingParams
-from rollout.attention import PagedKeys, paged_attention, plan_batch
-from rollout.kernels import KernelLibrary, Kernels, kernels
-from rollout.sampling import SamplingRow, pack_rows, sample
+from rollout.model.attention import PagedKeys, paged_attention, plan_batch
+from rollout.model.kernels import KernelLibrary, Kernels, kernels
+from rollout.model.sampling import SamplingRow, pack_rows, sample
 
 CACHE_ROWS = 1000
 MODULE = torch.nn.Module()

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout.entries import AttemptEnding, Ending, GroupEntry, GroupState, LedgerError, SampleEntry, SampleState
-from rollout.ledger import Ledger
+from rollout.batches.entries import AttemptEnding, Ending, GroupEntry, GroupState, LedgerError, SampleEntry, SampleState
+from rollout.batches.ledger import Ledger
 
 
 def run_to(ledger: Ledger, group: GroupEntry, state: SampleState) -> None:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from rollout import GenerationEngine, SamplingParams
-from rollout.kernels import Kernels, kernels
-from rollout.linear import ShellLinear, adopt_linear_layers
-from rollout.shell import build_shell
+from rollout.model.kernels import Kernels, kernels
+from rollout.model.linear import ShellLinear, adopt_linear_layers
+from rollout.model.shell import build_shell
 
 
 @pytest.fixture(params=["kernel", "torch"])

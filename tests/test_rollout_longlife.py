@@ -34,7 +34,7 @@ from rollout import (
     SamplingParams,
     VersionSpan,
 )
-from rollout.stops import find_stop
+from rollout.requests.stops import find_stop
 
 SEEDED = SamplingParams(max_new_tokens=40, seed=11, stop_token_ids=())
 GREEDY = SamplingParams(max_new_tokens=40, temperature=0, stop_token_ids=())

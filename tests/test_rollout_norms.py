@@ -7,9 +7,9 @@ from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rollout.kernels import Kernels, kernels
-from rollout.norms import adopt_norms
-from rollout.shell import build_shell
+from rollout.model.kernels import Kernels, kernels
+from rollout.model.norms import adopt_norms
+from rollout.model.shell import build_shell
 
 
 @pytest.fixture

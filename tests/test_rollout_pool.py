@@ -22,8 +22,8 @@ from rollout import (
     WorkerError,
     WorkerUnreachableError,
 )
-from rollout.lease import Lease
-from rollout.pool import RayFleet
+from rollout.batches.lease import Lease
+from rollout.fleet.pool import RayFleet
 from rollout.worker import WorkerConfig, WorkerState
 from sync import WeightSync
 

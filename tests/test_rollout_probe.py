@@ -6,8 +6,8 @@ import pytest
 import torch
 from fakes import tiny_llama
 
-from rollout.probe import OnSideStream, Probe, at_once
-from rollout.shell import WeightWatch
+from rollout.model.probe import OnSideStream, Probe, at_once
+from rollout.model.shell import WeightWatch
 
 
 class Slow:

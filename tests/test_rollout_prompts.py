@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout import InvalidRequestError
-from rollout.prompts import Prompt, Prompts, encode_prompt
+from rollout.batches.prompts import Prompt, Prompts, encode_prompt
 
 
 class CountingTokenizer:

@@ -11,7 +11,7 @@ import torch
 from fakes import wait_until
 
 from rollout import InvalidRequestError
-from rollout.rewards import RewardError, RewardPool, RewardResult, as_result, as_results
+from rollout.batches.rewards import RewardError, RewardPool, RewardResult, as_result, as_results
 
 
 def run(pool: RewardPool, call: Callable[[], Any]) -> "Future[Any]":

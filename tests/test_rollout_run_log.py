@@ -8,7 +8,7 @@ import pytest
 from fakes import mark, marker_llama
 
 from rollout import EngineConfig, GenerationEngine, RolloutConfig, RolloutController, RunLog, SamplingParams
-from rollout.records import rollout_from_json, rollout_to_json
+from rollout.batches.records import rollout_from_json, rollout_to_json
 from rollsync_cli.run_files import read_run
 from rollsync_cli.timeline import timeline
 

@@ -10,7 +10,7 @@ import torch
 from fakes import VOCAB_SIZE, random_prompts, tiny_llama
 
 from rollout import EngineConfig, GenerationEngine, SamplingParams
-from rollout.sampling import SamplingRow, draw_uniforms, keyed_uniform, pack_rows, sample
+from rollout.model.sampling import SamplingRow, draw_uniforms, keyed_uniform, pack_rows, sample
 
 JUST_BELOW_ONE = 1 - 2**-48
 UNIFORMS = [0.0, 2**-48, 0.2, 0.5, 0.77, 0.999, JUST_BELOW_ONE]

@@ -8,8 +8,8 @@ from fakes import ARCHITECTURES, random_prompts, tiny_llama, tiny_qwen2
 from transformers import PreTrainedModel
 
 from rollout import GenerationEngine, SamplingParams
-from rollout.shell import WeightWatch, build_shell
-from rollout.weights import by_identity, weights_of
+from rollout.model.shell import WeightWatch, build_shell
+from rollout.model.weights import by_identity, weights_of
 
 STEPS = 50
 

@@ -35,7 +35,7 @@ from rollout import (
     RolloutError,
     SamplingParams,
 )
-from rollout.delivery import RolloutFuture, TokenStream
+from rollout.requests.delivery import RolloutFuture, TokenStream
 
 SHORT_S = 6.0
 LONG_S = float(os.environ.get("ROLLSYNC_SOAK_S", "1800"))

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout import InvalidRequestError
-from rollout.entries import Ending, GroupEntry, GroupState, SampleState
-from rollout.ledger import Ledger
-from rollout.staleness import Moment, StalenessPolicy, Timeline, room_in_tokens
+from rollout.batches.entries import Ending, GroupEntry, GroupState, SampleState
+from rollout.batches.ledger import Ledger
+from rollout.batches.staleness import Moment, StalenessPolicy, Timeline, room_in_tokens
 
 
 class Loop:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout import InvalidRequestError, Rollout, SamplingParams, VersionSpan
-from rollout.inflight import stamp, trim
+from rollout.requests.inflight import stamp, trim
 
 REFUSED_PARAMS = [
     ("max_new_tokens", 0, "at least 1"),

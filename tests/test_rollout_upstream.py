@@ -19,7 +19,7 @@ from rollout import GenerationEngine, RolloutError, SamplingParams, manager
 from rollout.manager import check_upstream
 from rollout.manager.contract import adopt
 from rollout.manager.sampler import RolloutModelRunner, SamplingRows
-from rollout.sampling import SamplingRow, keyed_uniform, pack_rows, sample
+from rollout.model.sampling import SamplingRow, keyed_uniform, pack_rows, sample
 
 MANAGER_SOURCES = sorted(Path(inspect.getsourcefile(manager) or "").parent.glob("*.py"))
 

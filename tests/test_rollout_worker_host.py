@@ -28,9 +28,9 @@ from rollout import (
     WorkerStaleError,
     WorkerUnreachableError,
 )
-from rollout.wire import Finished, Kept, Refusal, WorkerState, WorkItem, pack, to_parcel, unpack
 from rollout.worker_config import WorkerConfig
-from rollout.worker_host import WorkerHost
+from rollout.workers.host import WorkerHost
+from rollout.workers.wire import Finished, Kept, Refusal, WorkerState, WorkItem, pack, to_parcel, unpack
 
 ENGINE = EngineConfig(num_blocks=64, page_size=16, max_batch_tokens=64, num_threads=1)
 

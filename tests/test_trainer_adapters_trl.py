@@ -17,8 +17,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout import EngineConfig, GenerationEngine, RolloutConfig, RolloutController
-from rollout.delivery import RolloutFuture
-from rollout.local_fleet import LocalFleet
+from rollout.fleet.local_fleet import LocalFleet
+from rollout.requests.delivery import RolloutFuture
 from sync import SyncError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError

@@ -31,7 +31,7 @@ from rollout import (
     SamplingParams,
     VersionSpan,
 )
-from rollout.local_fleet import LocalFleet
+from rollout.fleet.local_fleet import LocalFleet
 from sync import ManifestError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError

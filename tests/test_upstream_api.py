@@ -32,7 +32,7 @@ from rollout import (
     InvalidRequestError,
     SamplingParams,
 )
-from rollout.results import RequestQueue
+from rollout.requests.results import RequestQueue
 
 Rule = Callable[[], None]
 ROWS: list[tuple[str, Rule, str]] = []
@@ -486,7 +486,7 @@ def tells_the_handler_and_forgets_it() -> None:
 @row("get_result")
 def waits_for_its_own_and_leaves_others_alone() -> None:
     with pytest.MonkeyPatch.context() as patch, gated() as (engine, gate):
-        patch.setattr("rollout.results.PULSE_S", 100.0)  # who is to be told must not depend on looking again
+        patch.setattr("rollout.requests.results.PULSE_S", 100.0)  # who is to be told must not depend on looking again
         manager = engine.manager
         manager.add_request([5], request_id="short", max_new_tokens=1, eos_token_id=-1)
         manager.add_request([6], request_id="long", max_new_tokens=5, eos_token_id=-1)
@@ -1098,7 +1098,7 @@ def makes_upstreams_own_requests_wait_for_room_and_never_the_engines() -> None:
 @row("max_queue_size")
 def gives_up_after_upstreams_ten_seconds() -> None:
     with pytest.MonkeyPatch.context() as patch, gated(configured(max_queue_size=1)) as (engine, gate):
-        patch.setattr("rollout.upstream_api.QUEUE_WAIT_S", 0.05)
+        patch.setattr("rollout.requests.upstream_api.QUEUE_WAIT_S", 0.05)
         engine.submit([5], greedy(4))
         gate.wait_for_arrival()
         engine.manager.add_request([6])

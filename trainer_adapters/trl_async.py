@@ -37,7 +37,7 @@ from rollout import (
     RolloutError,
     RolloutStalledError,
 )
-from rollout.local_worker import LocalWorker
+from rollout.workers.local_worker import LocalWorker
 from sync import SyncConfig, SyncReport, WeightSync
 from sync.manifest import held_tensors
 from sync.transports.base import Transport

@@ -7,9 +7,9 @@ from transformers.generation.continuous_batching import cache as upstream_cache
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 from transformers.generation.continuous_batching.requests import RequestState
 
-from rollout import attention
-from rollout.kernels import Kernels
 from rollout.meters import Meters
+from rollout.model import attention
+from rollout.model.kernels import Kernels
 
 
 class RolloutCache(upstream_cache.PagedAttentionCache):  # type: ignore[misc]

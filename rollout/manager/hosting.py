@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 from rollout.errors import InvalidRequestError
 from rollout.manager.manager import RolloutManager
 from rollout.meters import Meters
-from rollout.seams import LoopListener, Owner
+from rollout.requests.seams import LoopListener, Owner
 
 
 def host(

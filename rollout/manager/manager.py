@@ -17,10 +17,7 @@ from transformers.generation.continuous_batching.requests import (
     create_warmup_future_states,
 )
 
-from rollout import attention, requests
 from rollout.errors import EngineStateError
-from rollout.inflight import InFlight
-from rollout.kernels import kernels
 from rollout.manager.cache import RolloutCache
 from rollout.manager.contract import adopt, check_upstream
 from rollout.manager.pausing import RolloutThreadStatus
@@ -31,11 +28,15 @@ from rollout.manager.scheduler import OUR_SCHEDULERS
 from rollout.manager.states import progress_of, unborn
 from rollout.manager.upstream_methods import HardenedManager
 from rollout.meters import Meters
-from rollout.results import RequestNames, RequestQueue, ResultQueue
-from rollout.sampling import SamplingRow
-from rollout.seams import LoopListener, Owner, Progress
+from rollout.model import attention
+from rollout.model.kernels import kernels
+from rollout.model.sampling import SamplingRow
+from rollout.requests import checks
+from rollout.requests.inflight import InFlight
+from rollout.requests.results import RequestNames, RequestQueue, ResultQueue
+from rollout.requests.seams import LoopListener, Owner, Progress
+from rollout.requests.upstream_api import ThroughManager
 from rollout.threads import use_threads
-from rollout.upstream_api import ThroughManager
 
 
 class RolloutManager(HardenedManager):
@@ -60,7 +61,7 @@ class RolloutManager(HardenedManager):
             generation_config.eos_token_id = -1
         if generation_config.max_new_tokens is None:
             # upstream's None is unbounded and ends in a dead loop when the cache is full
-            generation_config.max_new_tokens = requests.DEFAULT_NEW_TOKENS
+            generation_config.max_new_tokens = checks.DEFAULT_NEW_TOKENS
         super().__init__(model, generation_config, config)
         self.listener, self._owner, self.meters = listener, owner, meters
         self.autocast_dtype = autocast_dtype
@@ -84,7 +85,7 @@ class RolloutManager(HardenedManager):
         self._held = threading.Event()
         # here rather than in the loop, so that sizes that cannot work fail in the caller's face
         self.batch_processor = self._create_batch_processor()
-        self.limits = requests.limits_of(model, max_request_tokens=self.max_request_tokens)
+        self.limits = checks.limits_of(model, max_request_tokens=self.max_request_tokens)
         self.shares_prefixes = bool(self._use_prefix_sharing)
         for name in ("generate_batch", "init_continuous_batching"):
             # a second manager over this module would run beside this one's loop, and switch its attention

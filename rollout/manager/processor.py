@@ -13,8 +13,8 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from rollout.errors import EngineFencedError
 from rollout.manager.router import NOT_NUMBERS
 from rollout.meters import Meters
-from rollout.seams import LoopListener
-from rollout.stops import UNREADABLE, find_stop
+from rollout.requests.seams import LoopListener
+from rollout.requests.stops import UNREADABLE, find_stop
 
 
 class RolloutBatchProcessor(upstream.ContinuousBatchProcessor):  # type: ignore[misc]

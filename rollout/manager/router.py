@@ -6,8 +6,8 @@ import threading
 from transformers.generation.continuous_batching import continuous_api as upstream
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from rollout.results import RequestNames, ResultQueue
-from rollout.seams import LoopListener
+from rollout.requests.results import RequestNames, ResultQueue
+from rollout.requests.seams import LoopListener
 
 NOT_NUMBERS = "the model's logits are not numbers (NaN): are its weights?"
 

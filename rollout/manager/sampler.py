@@ -12,9 +12,9 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
-from rollout.inflight import FORK
-from rollout.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
-from rollout.upstream_requests import check_row
+from rollout.model.sampling import NUM_ARGUMENTS, SamplingRow, draw_uniforms, pack_rows, sample
+from rollout.requests.inflight import FORK
+from rollout.requests.upstream_requests import check_row
 
 log = logging.getLogger("rollsync")
 

@@ -4,9 +4,9 @@ from transformers.generation.continuous_batching import continuous_api as upstre
 from transformers.generation.continuous_batching import scheduler as upstream_scheduler
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
-from rollout.inflight import FORK
 from rollout.manager.states import unborn
-from rollout.seams import LoopListener
+from rollout.requests.inflight import FORK
+from rollout.requests.seams import LoopListener
 
 CANCELLED = "cancelled"
 

@@ -2,8 +2,8 @@
 
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from rollout.inflight import FORK
-from rollout.seams import Progress
+from rollout.requests.inflight import FORK
+from rollout.requests.seams import Progress
 
 
 def progress_of(state: RequestState) -> Progress:

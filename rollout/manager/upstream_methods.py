@@ -13,8 +13,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from rollout.errors import EngineDeadError, EngineStateError
 from rollout.manager.router import ListenerRouter
 from rollout.meters import Meters
-from rollout.results import RequestQueue
-from rollout.upstream_api import UpstreamRequests
+from rollout.requests.results import RequestQueue
+from rollout.requests.upstream_api import UpstreamRequests
 
 
 class HardenedManager(UpstreamRequests, upstream.ContinuousBatchingManager):  # type: ignore[misc]

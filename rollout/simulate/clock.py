@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from rollout.errors import RolloutError
-from rollout.fleet import FleetWorker, WorkerEvents
+from rollout.fleet.protocols import FleetWorker, WorkerEvents
 from rollout.simulate.worker import SimulatedWorker
-from rollout.wire import WorkItem
+from rollout.workers.wire import WorkItem
 
 T = TypeVar("T")
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from rollout.batches.groups import KeepGroup
+from rollout.batches.prompts import Rows
+from rollout.batches.rewards import GroupRewardFn, RewardFn
 from rollout.controller import RolloutController
 from rollout.errors import InvalidRequestError
-from rollout.groups import KeepGroup
-from rollout.prompts import Rows
-from rollout.rewards import GroupRewardFn, RewardFn
 from rollout.rollout_config import RolloutConfig
 from rollout.simulate.clock import VirtualLoop
 from rollout.simulate.faults import Faults

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from rollout.batches.rewards import RewardError
 from rollout.errors import InvalidRequestError
-from rollout.rewards import RewardError
 from rollout.simulate.clock import VirtualLoop
 
 

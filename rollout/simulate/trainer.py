@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollout.batches.lease import Lease
 from rollout.controller import RolloutController
 from rollout.errors import PromptsExhaustedError
-from rollout.lease import Lease
 
 if TYPE_CHECKING:
     from rollout.simulate.fleet import SimulatedFleet

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout.errors import InvalidRequestError, RolloutError, WorkerBusyError, WorkerDiedError, WorkerStaleError
-from rollout.fleet import Health
+from rollout.fleet.protocols import Health
 from rollout.rollout_config import mix
 from rollout.simulate.faults import Faults
 from rollout.simulate.lengths import Lengths
 from rollout.status import EngineStats
 from rollout.types import FinishReason, Rollout, VersionSpan
-from rollout.wire import Finished, Refusal, WorkerState, WorkItem
+from rollout.workers.wire import Finished, Refusal, WorkerState, WorkItem
 
 if TYPE_CHECKING:
     from rollout.simulate.clock import VirtualLoop

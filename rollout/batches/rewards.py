@@ -1,0 +1,208 @@
+"""Rewards: computed beside generation, by a bounded number of callers at once, each within a time limit."""
+
+import asyncio
+import inspect
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+
+from rollout.errors import InvalidRequestError, RolloutError
+from rollout.requests.delivery import Alarms
+from rollout.types import Rollout
+
+log = logging.getLogger("rollsync")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardResult:
+    """A reward with what else its function has to say. InvalidRequestError for one that is not finite."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to be averaged in `controller.metrics()`, under `reward/<name>`."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Joined to the rollout's metadata."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", _finite(self.reward))
+
+
+class RewardError(RolloutError):
+    """A reward could not be computed: its function raised, took too long, or returned what is no reward. Never taken
+    for a reward of zero. `kind` says which: "raised", "timeout" or "invalid"."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message, kind)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+RewardFn = Callable[[Rollout, str], Any]
+"""(rollout, its text) -> float or RewardResult, or a coroutine of one. Without a tokenizer the text is empty."""
+GroupRewardFn = Callable[[list[Rollout]], Any]
+"""A group's rollouts by sample index -> one float or RewardResult for each, or a coroutine of them."""
+
+
+def as_result(value: Any) -> RewardResult:
+    """What a reward function returned. RewardError for what is no reward."""
+    if isinstance(value, RewardResult):
+        return value
+    try:
+        return RewardResult(reward=value)
+    except InvalidRequestError as error:
+        raise RewardError(str(error), "invalid") from None
+
+
+def as_results(values: Any, count: int) -> list[RewardResult]:
+    """What a group's reward function returned. RewardError unless it is one for each of `count` rollouts."""
+    if isinstance(values, torch.Tensor):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)) or len(values) != count:
+        shown = f"{len(values)} of them" if isinstance(values, (list, tuple)) else f"{type(values).__name__}"
+        raise RewardError(f"a group's reward function must return a list of {count} rewards, got {shown}", "invalid")
+    return [as_result(value) for value in values]
+
+
+class RewardRunner(Protocol):
+    """Runs reward functions for a controller."""
+
+    def submit(self, call: Callable[[], Any], done: Callable[[Any, RewardError | None], None]) -> None:
+        """Runs `call` at some time, then `done(value, None)` or `done(None, error)`, once, on any thread."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends; calls that have not ended are forgotten."""
+
+
+class RewardPool:
+    """Threads for functions, an event loop for coroutines, at most `size` at once, in the order of submission.
+
+    A function that overruns `timeout_s` is reported and cannot be ended: its thread is left to it, and another takes its
+    place, up to `size` times; then rewards wait, and the controller's watchdog names it. A coroutine is cancelled.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self._size = size
+        self._timeout_s = timeout_s
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._num_stuck = 0
+        self._alarms = Alarms()
+        self._alarms.start()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        for _ in range(size):
+            self._add_thread()
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads whose function has overrun its limit and not returned."""
+        return self._num_stuck
+
+    def submit(self, call: Callable[[], Any], done: Callable[[Any, RewardError | None], None]) -> None:
+        self._calls.put(_Call(call, done))
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the threads that are not stuck in a function."""
+        with self._lock:
+            self._stopping = True
+            loop, self._loop = self._loop, None
+        for _ in range(self._num_threads):
+            self._calls.put(None)
+        self._alarms.stop(timeout_s)
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _add_thread(self) -> None:
+        self._num_threads += 1
+        threading.Thread(target=self._run, name="rollsync-reward", daemon=True).start()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if self._stopping:
+                continue
+            cancel_alarm = self._alarms.after(self._timeout_s, lambda call=call: self._overrun(call))  # type: ignore[misc]
+            try:
+                value = call.function()
+                if inspect.isawaitable(value):
+                    value = self._await(value)
+            except Exception as error:
+                self._end(call, None, _failure(error, self._timeout_s))
+            else:
+                self._end(call, value, None)
+            cancel_alarm()
+            with self._lock:
+                if call.is_stuck:  # another thread has taken its place
+                    self._num_stuck -= 1
+                    self._num_threads -= 1
+                    return
+
+    def _await(self, awaitable: Any) -> Any:
+        async def within_limit() -> Any:
+            return await asyncio.wait_for(awaitable, self._timeout_s)
+
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(within_limit(), self._event_loop())
+        return future.result()
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="rollsync-reward-loop", daemon=True).start()
+            return self._loop
+
+    def _overrun(self, call: "_Call") -> None:
+        if not self._end(call, None, _failure(TimeoutError(), self._timeout_s)):
+            return
+        with self._lock:
+            if self._num_stuck < self._size and not self._stopping:
+                call.is_stuck = True
+                self._num_stuck += 1
+                self._add_thread()
+
+    def _end(self, call: "_Call", value: Any, error: RewardError | None) -> bool:
+        with self._lock:
+            if call.has_ended or self._stopping:
+                return False
+            call.has_ended = True
+        call.done(value, error)
+        return True
+
+
+class _Call:
+    def __init__(self, function: Callable[[], Any], done: Callable[[Any, RewardError | None], None]) -> None:
+        self.function = function
+        self.done = done
+        self.has_ended = False
+        self.is_stuck = False
+
+
+def _failure(error: Exception, timeout_s: float) -> RewardError:
+    if isinstance(error, RewardError):
+        return error
+    if isinstance(error, TimeoutError) and not str(error):
+        return RewardError(f"the reward function took longer than reward_timeout_s={timeout_s:g}", "timeout")
+    log.warning("a reward function raised", exc_info=error)
+    failure = RewardError(f"the reward function raised {type(error).__name__}: {error}", "raised")
+    failure.__cause__ = error
+    return failure
+
+
+def _finite(value: Any) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value  # the usual case, and abstract classes are slow to ask
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise InvalidRequestError(f"a reward must be a finite number, got {value!r:.60}")
+    return float(value)

@@ -1,0 +1,354 @@
+"""What happens on a controller's loop: results, refusals, deaths, rewards, and the turns in which work goes out.
+
+Everything here runs on the loop, one callback at a time, and never waits. An event notes what came and asks for a turn; a
+turn does whatever has become possible, oldest first.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from rollout.batches.collection import Collection, GroupWork
+from rollout.batches.entries import Ending, GroupState, SampleEntry, SampleState
+from rollout.batches.groups import FailureKind, KeepGroup
+from rollout.batches.handout import HandOut
+from rollout.batches.lease import Lease
+from rollout.batches.metrics import RolloutMetrics
+from rollout.batches.prompts import Prompts
+from rollout.errors import InvalidRequestError, RolloutStalledError, WorkerDiedError
+from rollout.fleet.admission import Admission, Outbox
+from rollout.fleet.evaluation import Evaluations
+from rollout.fleet.judging import Judge
+from rollout.fleet.protocols import FleetWorker, Loop
+from rollout.fleet.report import Status, status_of
+from rollout.fleet.roster import Roster, Seat
+from rollout.fleet.scoring import Scoring
+from rollout.fleet.supervisor import Supervisor
+from rollout.rollout_config import RolloutConfig
+from rollout.status import UpdateRecord
+from rollout.types import Rollout
+from rollout.workers.wire import Finished, WorkerState, WorkItem
+
+log = logging.getLogger("rollsync")
+
+
+class Coordinator:
+    """See `RolloutController`, which calls it from other threads, through the loop."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        prompts: Prompts,
+        scoring: Scoring,
+        config: RolloutConfig,
+        *,
+        keep_group: KeepGroup | None,
+        on_end: Callable[[GroupWork, Ending], None],
+        on_version: Callable[[int], None],
+        on_update: Callable[[str, UpdateRecord], None],
+    ) -> None:
+        """`on_end`: a group has ended. `on_version`: the fleet's version has moved. `on_update`: a worker's engine has taken
+        a version; of those that it took between two looks, only the last is told."""
+        self.loop = loop
+        self.prompts = prompts
+        self.config = config
+        self.collection = Collection(config, keep_group, on_end)
+        self.metrics = RolloutMetrics(loop.now())
+        self.roster = Roster(self._load, config.max_samples_per_worker, loop.now)
+        self.evaluations = Evaluations(self.roster, scoring, config.max_infra_retries)
+        self.admission = Admission(self.collection, self.roster, prompts, config, loop.now)
+        self.supervisor = Supervisor(loop, self.roster, self.collection, config, self.changed, on_update)
+        self._suspected: set[int] = set()  # numbers of groups that may have become too old
+        self.judge = Judge(
+            self.collection,
+            scoring,
+            self.metrics,
+            self.supervisor,
+            config,
+            changed=self.changed,
+            may_be_stale=self._suspected.add,
+        )
+        self.handout = HandOut(self.collection, config, self.metrics, loop.now, self._lease_ends)
+        self.version = 0
+        """The newest that any worker confirmed. It never goes back, not even when that worker dies."""
+        self.is_draining = False
+        self.fatal: BaseException | None = None
+        self._scoring = scoring
+        self._on_version = on_version
+        self._drained: list[Future[None]] = []
+        self._turn_is_due = False
+        self._checked_version = 0
+
+    # ------------------------------------------------------------------------------------------ asked from outside
+
+    def begin(self) -> None:
+        """The first tick."""
+        self._tick()
+
+    def next_batch(self, future: "Future[Lease]") -> None:
+        """Resolves the future with the next batch, in the order of asking."""
+        if self.fatal is not None:
+            future.set_exception(self.fatal)
+            return
+        self.handout.ask(future)
+        self.refresh()  # a publish may have come a moment ago
+        self.changed()
+
+    def rescore(self) -> None:
+        """After a checkpoint was loaded: rewards that were pending are asked for again."""
+        for sample in list(self.collection.ledger.samples(SampleState.REWARDING)):
+            work = self.collection.works[sample.group.number]
+            self.loop.call_soon(partial(self._scoring.submit, work, sample, self.judge))
+        self._suspected.update(self.collection.works)
+
+    def cancel(self, group_id: str) -> None:
+        """A group ends, CANCELLED. InvalidRequestError if it has ended, never was, or is leased."""
+        work = next((w for w in self.collection.works.values() if w.entry.group_id == group_id), None)
+        if work is None:
+            raise InvalidRequestError(f"no group {group_id!r} is outstanding: it has ended, or never was")
+        if work.entry.state is GroupState.LEASED:
+            raise InvalidRequestError(f"group {group_id!r} has been handed out; give its lease back first")
+        self.collection.cancel(work)
+        self.changed()
+
+    def drain(self, future: "Future[None]") -> None:
+        """Admits nothing more; resolves when nothing is queued, runs or waits for a reward."""
+        self.is_draining = True
+        self._drained.append(future)
+        self.changed()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing goes on; whoever waits gets the error."""
+        self.fatal = self.fatal or error
+        self.handout.refuse_all(self.fatal)
+        self.evaluations.fail(self.fatal)
+        drained, self._drained = self._drained, []
+        for future in drained:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self.fatal)
+
+    def status(self) -> Status:
+        """Who waits for what."""
+        return status_of(self)
+
+    # --------------------------------------------------------------------------------------------- workers' events
+
+    def add_worker(self, worker: FleetWorker) -> None:
+        """It takes part from now on."""
+        health = worker.health()
+        seat = Seat(
+            worker=worker,
+            link=self.loop.link(worker, self),
+            state=health.state,
+            incarnation=health.incarnation,
+            version=health.version,
+        )
+        self.roster.add(seat)
+        self.supervisor.look_at(seat)
+        self.changed()
+
+    def remove_worker(self, worker_id: str, *, migrate: bool) -> Seat:
+        """It takes nothing more. `migrate`: what it runs goes on elsewhere, and it is out; else it is still in until that
+        has ended."""
+        seat = self.roster.seats.get(worker_id)
+        if seat is None:
+            raise InvalidRequestError(f"no worker {worker_id!r} in the fleet, which has {sorted(self.roster.seats)}")
+        seat.is_leaving = True
+        if migrate:
+            for sample in self.collection.ledger.running_on(worker_id):
+                self.collection.requeue(sample)
+            self.evaluations.lost(worker_id, WorkerDiedError(f"worker {worker_id} was removed"))
+            self.roster.remove(worker_id)
+            seat.link.close()
+        self.changed()
+        return seat
+
+    def on_results(self, worker_id: str, results: Sequence[Finished]) -> None:
+        """Results came, or the worker changed."""
+        seat = self.roster.seats.get(worker_id)
+        if seat is not None and (not results or any((r.rollout.max_version or 0) > self.version for r in results)):
+            self.supervisor.look_at(seat)
+        for finished in results:
+            if self.evaluations.take(finished):
+                continue
+            taken = self.collection.accept(finished)
+            if taken is not None:
+                self.judge.judge(*taken)
+        if results:
+            self.roster.touch(worker_id)
+            self.supervisor.saw_progress()
+        self.changed()
+
+    def on_refused(self, worker_id: str, refused: Sequence[tuple[WorkItem, Exception]]) -> None:
+        """Items that can never work fail; others wait for another worker, or for this one."""
+        for item, error in refused:
+            hopeless = isinstance(error, InvalidRequestError)
+            if not hopeless:
+                self.supervisor.leave_alone(worker_id, str(error))
+            if self.evaluations.refused(item, error):
+                continue
+            for work, sample in self._samples_of(item, worker_id):
+                if not hopeless:
+                    self.collection.requeue(sample)
+                elif sample.worker_id is not None:  # else its group was dropped with the sample before it
+                    self.judge.fail(work, sample, FailureKind.HOPELESS, str(error))
+        self.roster.touch(worker_id)
+        self.changed()
+
+    def on_lost(self, worker_id: str, error: Exception) -> None:
+        """It died: what it ran goes on elsewhere, from the last snapshot of it."""
+        seat = self.roster.seats.get(worker_id)
+        if seat is None:
+            return
+        log.warning("worker %s is lost: %s", worker_id, error)
+        self.metrics.num_worker_deaths += 1
+        seat.is_lost = True
+        seat.reason = str(error)
+        seat.tokens_per_s = 0.0
+        for sample in self.collection.ledger.running_on(worker_id):
+            if sample.worker_id is not None:  # else its group was dropped with the sample before it
+                self.judge.fail(self.collection.works[sample.group.number], sample, FailureKind.INFRA, str(error))
+        self.evaluations.lost(worker_id, error)
+        if seat.num_restarts < self.config.worker_restarts:
+            seat.num_restarts += 1
+            seat.state = WorkerState.RESTARTING
+            seat.link.restart(self.version)
+        else:
+            seat.state = WorkerState.DEAD
+            if all(other.state is WorkerState.DEAD for other in self.roster.seats.values()):
+                failure = WorkerDiedError(f"no worker is left; the last one, {worker_id}: {error}")
+                failure.__cause__ = error
+                self.fail(failure)
+        self.roster.touch(worker_id)
+        self.changed()
+
+    def on_restarted(self, worker_id: str) -> None:
+        """It serves again once it holds the fleet's version."""
+        seat = self.roster.seats.get(worker_id)
+        if seat is not None:
+            seat.num_tokens, seat.suspect_since, seat.is_lost = 0, None, False
+            self.supervisor.look_at(seat)
+            self.changed()
+
+    def on_snapshot(self, worker_id: str, rollouts: Sequence[Rollout]) -> None:
+        """What its samples have so far."""
+        for rollout in rollouts:
+            # nobody who is behind it may go on from it
+            self.supervisor.saw_version(rollout.max_version or 0)
+            self.collection.note_partial(rollout, worker_id)
+
+    # ------------------------------------------------------------------------------------------------------- turns
+
+    def changed(self) -> None:
+        """Something has happened: a turn is due."""
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self.loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        if self.fatal is not None:
+            self.fail(self.fatal)
+            return
+        if self.supervisor.newest_version > self.version:
+            self.version = self.supervisor.newest_version
+            self._on_version(self.version)
+        if self.config.on_stale == "expire":
+            self._expire()
+        outbox: Outbox = {}
+        self.evaluations.dispatch(outbox, self.version)
+        if self.is_draining:
+            self.admission.dispatch(outbox, self.version)
+        else:
+            self.admission.run(
+                outbox,
+                version=self.version,
+                handed_version=self.handout.handed_version,
+                is_awaited=self.handout.is_awaited,
+            )
+        for worker_id, items in outbox.items():
+            self.roster.seats[worker_id].link.submit(items)
+        self._tell_cancelled()
+        if self.handout.run(self.version, is_last=self.is_draining or self.prompts.is_exhausted):
+            self.supervisor.saw_progress()
+            self.changed()  # there is room now
+        self._finish_drain()
+
+    def _expire(self) -> None:
+        if self.version > self._checked_version:
+            self._checked_version = self.version
+            self._suspected.update(entry.number for entry in self.collection.ahead())
+        for number in sorted(self._suspected):
+            work = self.collection.works.get(number)
+            is_ahead = work is not None and work.entry.state is not GroupState.LEASED
+            if work is not None and is_ahead and self.handout.is_too_old(work.entry, self.version):
+                self.metrics.num_stale += 1
+                self.collection.expire(work, version=self.version, now=self.loop.now())
+        self._suspected.clear()
+
+    def _tell_cancelled(self) -> None:
+        by_worker: dict[str, list[str]] = {}
+        for worker_id, sample_id in self.collection.cancelled:
+            by_worker.setdefault(worker_id, []).append(sample_id)
+        self.collection.cancelled.clear()
+        for worker_id, sample_ids in by_worker.items():
+            seat = self.roster.seats.get(worker_id)
+            if seat is not None:
+                seat.link.cancel(sample_ids)
+                self.roster.touch(worker_id)
+
+    def _finish_drain(self) -> None:
+        under_way = (SampleState.QUEUED, SampleState.RUNNING, SampleState.REWARDING)
+        if self._drained and not self.collection.ledger.num_samples(*under_way):
+            drained, self._drained = self._drained, []
+            for future in drained:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
+
+    def _lease_ends(self, lease: Lease, trained: bool) -> None:
+        self.loop.call_soon(partial(self._end_lease, lease, trained))
+
+    def _end_lease(self, lease: Lease, trained: bool) -> None:
+        if self.handout.end(lease, trained):
+            self._suspected.update(entry.number for entry in lease.entries if not trained)
+            self.supervisor.saw_progress()
+            self.changed()
+
+    # ----------------------------------------------------------------------------------------------------- inside
+
+    def _samples_of(self, item: WorkItem, worker_id: str) -> list[tuple[GroupWork, SampleEntry]]:
+        return [
+            (self.collection.works[sample.group.number], sample)
+            for sample in self.collection.ledger.running_on(worker_id)
+            if sample.group.group_id == item.group_id
+            and sample.attempt == item.attempt
+            and 0 <= sample.index - item.sample_index < item.size
+        ]
+
+    # ----------------------------------------------------------------------------------------------------- looking
+
+    def _tick(self) -> None:
+        for worker_id, error in self.supervisor.tick():
+            self.on_lost(worker_id, error)
+        why = self.stalled()
+        if why is not None and self.handout.num_waiting:
+            self.handout.refuse_all(RolloutStalledError(why, self.status()))
+        self.changed()
+        self.loop.call_later(self.loop.tick_s, self._tick)
+
+    def stalled(self) -> str | None:
+        """What is wrong with the fleet, if something is."""
+        return self.supervisor.stalled()
+
+    def look(self) -> int:
+        """The fleet's version, after a look at every worker."""
+        self.refresh()
+        return self.supervisor.newest_version
+
+    def refresh(self) -> None:
+        """Looks at every worker: versions move without anybody telling."""
+        self.supervisor.look_at_all()
+
+    def _load(self, worker_id: str) -> int:
+        return self.collection.ledger.num_running_on(worker_id) + self.evaluations.num_on(worker_id)

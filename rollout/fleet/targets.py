@@ -1,0 +1,65 @@
+"""A fleet's workers as a weight sync sees them: a commit waits for the evaluation that it would cut in two."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from rollout.errors import EngineStateError
+from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.protocols import FleetWorker
+
+
+class FleetTarget:
+    """One worker. `call` waits until it evaluates nothing, up to `evaluation_wait_s`; then it is the worker's own."""
+
+    def __init__(self, worker: FleetWorker, coordinator: Coordinator) -> None:
+        self.worker = worker
+        self._coordinator = coordinator
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """`fn(engine, *args)` where the engine lives, on its control thread."""
+        outer: Future[Any] = Future()
+        # cancelled here, it would run over there all the same, and its caller would think that it had not
+        outer.set_running_or_notify_cancel()
+        loop = self._coordinator.loop
+
+        def go() -> None:
+            try:
+                inner = self.worker.call(fn, *args)
+            except Exception as error:
+                loop.call_soon(partial(self._coordinator.evaluations.after_commit, self.worker_id))
+                outer.set_exception(error)
+                return
+            inner.add_done_callback(end)
+
+        def end(inner: "Future[Any]") -> None:
+            loop.call_soon(partial(self._coordinator.evaluations.after_commit, self.worker_id))
+            loop.call_soon(self._coordinator.refresh)  # it may hold another version now
+            error = inner.exception() if not inner.cancelled() else EngineStateError("the engine was stopped")
+            if error is not None:
+                outer.set_exception(error)
+            else:
+                outer.set_result(inner.result())
+
+        def begin() -> None:
+            self._coordinator.evaluations.before_commit(self.worker_id, go)
+            loop.call_later(
+                self._coordinator.config.evaluation_wait_s,
+                partial(self._coordinator.evaluations.stop_waiting, go),
+            )
+
+        loop.call_soon(begin)
+        return outer
+
+    def on_join(self, callback: Callable[[Any], None]) -> None:
+        """Calls it with each new incarnation of the worker, before that serves anything."""
+        self.worker.on_join(lambda _: callback(self))
+
+    def require_version(self, version: int) -> None:
+        """It takes nothing below this version from now on."""
+        self.worker.require_version(version)

@@ -1,0 +1,1 @@
+"""A request, from submit to its one result."""
