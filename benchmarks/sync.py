@@ -143,7 +143,7 @@ def measure(source: str, trainer: PreTrainedModel, num_bytes: int, count: int, a
                     if name == "rebuild" and block:
                         continue
                     with Memory() as memory, Way(name, workers, trainer, folder) as way:
-                        for _ in range(0 if name == "rebuild" else WARM_UPS):
+                        for _ in range(WARM_UPS):
                             once(way, Row(), args.rest)
                         for _ in range(1 if name == "rebuild" else args.publishes):
                             once(way, rows[name], args.rest)
