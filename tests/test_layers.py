@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[Path]] = {
 """Which files may need what may not be installed."""
 TYPING_ONLY = {
     Path("rollout/requests/tracker.py"),
+    Path("rollout/requests/outputs.py"),
     Path("rollout/requests/upstream_api.py"),
     Path("rollout/requests/seams.py"),
 }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from rollout.errors import InvalidRequestError
 from rollout.requests.delivery import Alarms, Delivery
 from rollout.requests.inflight import InFlight, group_keys
+from rollout.requests.outputs import num_whole_tokens, rollout_of, wall_time
 from rollout.requests.stops import UNREADABLE, find_stop
 from rollout.types import FinishReason, Rollout
 
@@ -128,7 +129,7 @@ class RequestTracker:
                 return False
             request.ending = request.ending or reason
             if request.key is None:
-                self._finish(request, self._rollout(request, None, request.ending))
+                self._finish(request, rollout_of(request, None, request.ending))
             else:
                 assert self.runner is not None
                 self.runner.cancel(request.key)
@@ -154,7 +155,7 @@ class RequestTracker:
     def snapshot(self, outputs: "Mapping[str, GenerationOutput]") -> list[Rollout]:
         """At a pause: the rollouts in flight so far, oldest first."""
         with self.lock:
-            return [self._rollout(request, self._of(request, outputs), None) for request in self._in_flight.values()]
+            return [rollout_of(request, self._of(request, outputs), None) for request in self._in_flight.values()]
 
     def end_all(self, reason: FinishReason, error: str | None, outputs: "Mapping[str, GenerationOutput]") -> None:
         """Ends every request with what `outputs` says it had. What the loop still says of them is dropped."""
@@ -163,7 +164,7 @@ class RequestTracker:
             for request in list(self._in_flight.values()):
                 if request.key is not None:
                     self.runner.cancel(request.key)
-                self._remove(request, self._rollout(request, self._of(request, outputs), reason, error))
+                self._remove(request, rollout_of(request, self._of(request, outputs), reason, error))
             self._room.notify_all()
 
     def counts(self) -> tuple[int, int]:
@@ -205,7 +206,7 @@ class RequestTracker:
             if request is None:
                 return True  # it has ended already: a late word about it changes nothing
             if request.stream is not None:
-                request.stream.see(output.generated_tokens[: _num_tokens(output)])
+                request.stream.see(output.generated_tokens[: num_whole_tokens(output)])
             if output.status < output.status.FINISHED:
                 return True  # a word from a stream
             error: str | None = None
@@ -224,7 +225,7 @@ class RequestTracker:
                 reason, error = FinishReason.ABORT, "the engine was stopped"
             else:
                 reason, error = FinishReason.ERROR, output.error or f"the generation loop died: {self._death!r}"
-            self._finish(request, self._rollout(request, output, reason, error, stop_string))
+            self._finish(request, rollout_of(request, output, reason, error, stop_string))
         return True
 
     def on_preempted(self, request_id: str, started_at: float) -> None:
@@ -233,7 +234,7 @@ class RequestTracker:
             request = self._running.get(request_id)
             if request is not None:
                 request.num_reprefills += 1
-                request.started_at = request.started_at or _wall_time(started_at)
+                request.started_at = request.started_at or wall_time(started_at)
 
     def on_step(self, num_tokens: int) -> str | None:
         changed = self._weights_changed()
@@ -312,41 +313,8 @@ class RequestTracker:
     def _of(request: InFlight, outputs: "Mapping[str, GenerationOutput]") -> "GenerationOutput | None":
         return None if request.key is None else outputs.get(request.key)
 
-    def _rollout(
-        self,
-        request: InFlight,
-        output: "GenerationOutput | None",
-        reason: FinishReason | None,
-        error: str | None = None,
-        stop_string: str | None = None,
-    ) -> Rollout:
-        if output is None:
-            before, logprobs = request.token_ids_before, request.logprobs_before
-            return request.rollout(token_ids=before, logprobs=logprobs, finish_reason=reason, error=error)
-        if request.started_at is None and output.lifespan[0] > 0:
-            request.started_at = _wall_time(output.lifespan[0])
-        num_tokens = _num_tokens(output)
-        return request.rollout(
-            token_ids=output.generated_tokens[:num_tokens],
-            logprobs=output.logprobs[:num_tokens],
-            finish_reason=reason,
-            error=error,
-            stop_string=stop_string,
-        )
-
     def _stop_string(self, request: InFlight, output: "GenerationOutput") -> str | None:
         if not request.stop:
             return None
         assert self.decode is not None
         return find_stop(output.generated_tokens, request.stop, self.decode)
-
-
-def _num_tokens(output: "GenerationOutput") -> int:
-    """How many of its tokens were sampled from a distribution and are whole: a step that was cut short may have booked
-    a token without its log-prob, and from logits that are no numbers comes a token whose log-prob is none."""
-    num_tokens = min(len(output.generated_tokens), len(output.logprobs))
-    return num_tokens - 1 if num_tokens and math.isnan(output.logprobs[num_tokens - 1]) else num_tokens
-
-
-def _wall_time(perf_counter: float) -> float:
-    return time.time() - (time.perf_counter() - perf_counter)
