@@ -14,6 +14,29 @@ import torch
 
 # Tiny models gain nothing from threads, and two pools of them on few cores wait for each other most of the time.
 torch.set_num_threads(1)
+# so that the asserts of helpers say what they compared; before any of them is imported
+pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "conftest"))
+
+LEAVING_S = 15.0
+"""What a thread or process that has been told to end may take."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """What a module leaves running takes time and memory from all that come after it, which then fail by chance."""
+    from fakes import wait_until
+    from leftovers import held
+
+    before = held().keys()
+    yield
+
+    def left() -> list[str]:
+        return sorted(name for thing, name in held().items() if thing not in before)
+
+    try:
+        wait_until(lambda: not left(), LEAVING_S)
+    except AssertionError:
+        pytest.fail(f"these tests have left behind: {', '.join(left())}", pytrace=False)
 
 
 @pytest.fixture(scope="session")
