@@ -149,6 +149,50 @@ class StepGate:
             assert self._permitted.acquire(timeout=60), "the gate was never opened"
 
 
+class StandsStill:
+    """A loop that stands still before the first forward at which `condition()` holds, until a pause is asked for. The pause
+    then comes right after that step, however slow the thread is that asks."""
+
+    def __init__(self, engine: GenerationEngine, condition: Callable[[], bool]) -> None:
+        self._engine, self._condition = engine, condition
+        self._is_there = threading.Event()
+        engine.model.register_forward_pre_hook(self._before_forward)
+
+    def wait(self) -> None:
+        """Returns when it stands."""
+        assert self._is_there.wait(30), f"{self._condition} did not come true"
+
+    def _before_forward(self, *_: object) -> None:
+        if not self._is_there.is_set() and self._condition():
+            self._is_there.set()
+            wait_until(self._engine.manager.background_thread_status.is_pause_requested)
+
+
+class AlarmsByHand:
+    """In the place of an engine's alarms: they go off when they are told to, however fast the machine is. A cancel comes too
+    late."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.limits_s: list[float] = []
+        engine._tracker.alarms.stop(30)
+        engine._tracker.alarms = self
+
+    def ring(self) -> None:
+        """The time of all of them has come."""
+        for call in self.calls:
+            call()
+
+    def start(self) -> None: ...
+
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        self.limits_s.append(seconds)
+        self.calls.append(call)
+        return lambda: None
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
 class CancelsOne(GenerationEngine):
     """Ends the first sample of the first group before it has a token."""
 

@@ -214,7 +214,7 @@ def test_ctrl_c_leaves_whole_lines_and_exit_code_130(model: Path, tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = threading.Timer(90, process.kill)
+    deadline = threading.Timer(120, process.kill)
     deadline.start()
     try:
         assert process.stdout is not None

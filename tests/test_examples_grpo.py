@@ -109,7 +109,7 @@ def test_ctrl_c_leaves_whole_lines_and_exit_code_130(tiny_model, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = threading.Timer(60, process.kill)
+    deadline = threading.Timer(120, process.kill)
     deadline.start()
     try:
         assert process.stdout is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fakes import (
     ARCHITECTURES,
+    AlarmsByHand,
     StepGate,
     forward_logprobs,
     greedy_reference,
@@ -140,13 +141,14 @@ def test_a_cancel_between_the_loops_two_looks_is_not_lost() -> None:
 def test_a_request_that_takes_too_long_ends_with_what_it_has() -> None:
     model = tiny_llama()
     engine = GenerationEngine(model, EngineConfig(max_requests=1))
-    gate = StepGate(engine)
+    alarms, gate = AlarmsByHand(engine), StepGate(engine)
     with engine:
-        active = engine.submit([5], ENDLESS, timeout_s=1.5)
+        active = engine.submit([5], ENDLESS, timeout_s=100)
         gate.step(2)
         gate.wait_for_arrival()
-        waiting = engine.submit([6], ENDLESS, timeout_s=1.5)
-        assert waiting.result(30).finish_reason == FinishReason.TIMEOUT  # hence the other's time is up as well
+        waiting = engine.submit([6], ENDLESS, timeout_s=100)
+        alarms.ring()
+        assert waiting.result(30).finish_reason == FinishReason.TIMEOUT
         assert waiting.result(30).token_ids == []
         gate.open()
         rollout = active.result(30)
@@ -164,13 +166,13 @@ def test_a_timeout_that_does_not_come_to_pass_leaves_nothing_behind() -> None:
 
 
 def test_a_cancel_before_the_timeout_stays_a_cancel() -> None:
-    engine = GenerationEngine(tiny_llama(), EngineConfig(max_requests=1))
-    gate = StepGate(engine)
+    engine = GenerationEngine(tiny_llama())
+    alarms, gate = AlarmsByHand(engine), StepGate(engine)
     with engine:
-        active = engine.submit([5], ENDLESS, timeout_s=0.1)
+        active = engine.submit([5], ENDLESS, timeout_s=100)
         gate.wait_for_arrival()
         active.cancel()
-        assert engine.submit([6], ENDLESS, timeout_s=0.15).result(30).finish_reason == FinishReason.TIMEOUT
+        alarms.ring()
         gate.open()
         assert active.result(30).finish_reason == FinishReason.ABORT
 

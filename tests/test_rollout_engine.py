@@ -7,6 +7,7 @@ import pytest
 import torch
 from fakes import (
     ARCHITECTURES,
+    StandsStill,
     StepGate,
     forward_logprobs,
     greedy_reference,
@@ -345,7 +346,7 @@ def test_a_snapshot_is_a_prefix_of_what_comes() -> None:
         snapshots: list[list[Rollout]] = []
         for _ in range(4):
             seen = engine.stats().generated_tokens
-            wait_until(lambda seen=seen: engine.stats().generated_tokens > seen + 20)
+            StandsStill(engine, lambda seen=seen: engine.stats().generated_tokens > seen + 20).wait()
             snapshots.append(engine.snapshot())
         finals = {future.request_id: future.result(60) for future in futures}
     assert [partial.rollout_id for partial in snapshots[0]] == [future.request_id for future in futures], "oldest first"

@@ -68,7 +68,7 @@ def test_samples_are_named_numbered_and_grouped() -> None:
         rollouts = [future.result(30) for future in futures]
         made_up = [future.result(30) for future in engine.submit_group([5, 6], GREEDY, size=2)]
         with pytest.raises(InvalidRequestError, match="'a-1' is already in flight"):  # noqa: PT012
-            engine.submit([5], SamplingParams(max_new_tokens=400), request_id="a-1")
+            engine.submit([5], SamplingParams(max_new_tokens=400, stop_token_ids=()), request_id="a-1")
             engine.submit_group([5], GREEDY, size=2, request_id="a")
     assert [r.rollout_id for r in rollouts] == ["g-0", "g-1", "g-2"]
     assert [r.sample_index for r in rollouts] == [10, 11, 12]

@@ -426,7 +426,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def run_script(body: str) -> subprocess.CompletedProcess:
-    return subprocess.run(script(body), timeout=60, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    return subprocess.run(script(body), timeout=120, capture_output=True, text=True, env=ENVIRONMENT, check=False)
 
 
 def test_a_script_that_forgets_to_stop_exits_by_itself() -> None:

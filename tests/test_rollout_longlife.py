@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import (
+    StandsStill,
     StepGate,
     forward_logprobs,
     greedy_reference,
@@ -430,7 +431,7 @@ def test_refreshing_loses_nothing_of_groups_and_waiting_requests() -> None:
         futures += engine.submit_group(random_prompts([37])[0], GREEDY, size=4)
         for version in range(1, 6):
             seen = engine.stats().generated_tokens
-            wait_until(lambda seen=seen: engine.stats().generated_tokens > seen + 8)
+            StandsStill(engine, lambda seen=seen: engine.stats().generated_tokens > seen + 8).wait()
             with engine.update() as model:
                 mark(model, version)
         for future in futures:

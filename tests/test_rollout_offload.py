@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_streams import async_engine
 from fakes import (
+    StandsStill,
     forward_logprobs,
     greedy_reference,
     mark,
@@ -87,11 +88,12 @@ def test_kv_in_host_memory_is_computed_again_too_where_that_is_the_policy(
     policy: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama()
-    engine, moved = make(model, mode, monkeypatch, kv_at_update=policy)
+    engine, _ = make(model, mode, monkeypatch, kv_at_update=policy)
     prompts = random_prompts([6] * 8)
     with engine:
+        there = StandsStill(engine, lambda: bool(moved_now(engine)))
         futures = [engine.submit(prompt, GREEDY) for prompt in prompts]
-        wait_until(lambda: bool(moved))
+        there.wait()
         with engine.update() as shell, torch.no_grad():
             in_host_memory = moved_now(engine)
             generator = torch.Generator().manual_seed(7)
@@ -117,8 +119,9 @@ def test_kv_is_computed_again_also_after_an_eviction(mode: str, monkeypatch: pyt
     if mode == "async":
         engine, _ = async_engine(marker_llama(), monkeypatch, config, late=True)
     with engine:
+        evicted = StandsStill(engine, lambda: engine.stats().preemptions > 0)
         futures = [engine.submit(prompt, GREEDY) for prompt in random_prompts([6] * 8)]
-        wait_until(lambda: engine.stats().preemptions > 0)
+        evicted.wait()
         with engine.update() as model:
             mark(model, 1)
         for future in futures:
@@ -136,8 +139,9 @@ def test_a_new_request_never_finds_kv_that_was_moved_and_back_across_an_update(
     prompts = random_prompts([9] * 8)
     short = SamplingParams(max_new_tokens=4, temperature=0, stop_token_ids=())
     with engine:
+        there = StandsStill(engine, lambda: len(moved) > 1)
         futures = [engine.submit(prompt, GREEDY) for prompt in prompts]
-        wait_until(lambda: len(moved) > 1)
+        there.wait()
         with engine.update() as shell, torch.no_grad():
             for parameter in shell.parameters():
                 if parameter.ndim > 1:

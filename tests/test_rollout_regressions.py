@@ -5,7 +5,7 @@ import math
 import numpy
 import pytest
 import torch
-from fakes import mark, marker_llama, random_prompts, tiny_llama, wait_until
+from fakes import StandsStill, mark, marker_llama, random_prompts, tiny_llama, wait_until
 
 from rollout import (
     EngineConfig,
@@ -28,9 +28,10 @@ def test_a_refresh_right_after_an_eviction_leaves_nobody_waiting_for_ever() -> N
         page_size=4, num_blocks=24, max_batch_tokens=32, max_requests=8, prefix_sharing=False, kv_at_update="refresh"
     )
     with GenerationEngine(marker_llama(), config) as engine:
-        futures = [engine.submit(prompt, GREEDY) for prompt in random_prompts([6] * 8)]
         # the queue is closed from an eviction until a request finishes
-        wait_until(lambda: engine.manager.batch_processor.scheduler.block_new_requests)
+        closed = StandsStill(engine, lambda: engine.manager.batch_processor.scheduler.block_new_requests)
+        futures = [engine.submit(prompt, GREEDY) for prompt in random_prompts([6] * 8)]
+        closed.wait()
         with engine.update() as model:
             mark(model, 1)
         for future in futures:
@@ -187,7 +188,7 @@ def test_each_refresh_leaves_kv_of_the_newest_weights_only() -> None:
         future = engine.submit([5], long)
         for version in (1, 2, 3):
             seen = engine.stats().generated_tokens
-            wait_until(lambda seen=seen: engine.stats().generated_tokens > seen)
+            StandsStill(engine, lambda seen=seen: engine.stats().generated_tokens > seen).wait()
             with engine.update() as model:
                 mark(model, version)
         rollout = future.result(30)

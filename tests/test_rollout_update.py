@@ -1,12 +1,11 @@
 """The live update: exclusive, bounded, in place, and fenced when it goes wrong."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
 import torch
-from fakes import StepGate, mark, marker_llama, tiny_llama, tiny_qwen2, wait_until
+from fakes import AlarmsByHand, StandsStill, StepGate, mark, marker_llama, tiny_llama, tiny_qwen2
 
 from rollout import (
     EngineConfig,
@@ -32,8 +31,9 @@ class BodyError(Exception):
 
 
 def wait_for_tokens(engine: GenerationEngine, count: int) -> None:
+    """The loop then waits for a pause."""
     seen = engine.stats().generated_tokens
-    wait_until(lambda: engine.stats().generated_tokens >= seen + count)
+    StandsStill(engine, lambda: engine.stats().generated_tokens >= seen + count).wait()
 
 
 def in_thread(function: "callable") -> Future:
@@ -240,12 +240,13 @@ def test_a_held_request_can_be_cancelled_and_times_out() -> None:
 def test_a_body_that_overruns_its_limit_ends_the_requests_and_keeps_others_out() -> None:
     events: list[str] = []
     with GenerationEngine(marker_llama()) as engine:
+        alarms = AlarmsByHand(engine)
         future = engine.submit([5], ENDLESS)
         wait_for_tokens(engine, 5)
         go_on, entered = threading.Event(), threading.Event()
 
         def slow() -> None:
-            with engine.update(timeout_s=0.1) as model:
+            with engine.update(timeout_s=30) as model:
                 entered.set()
                 mark(model, 50)
                 assert go_on.wait(30)
@@ -253,6 +254,8 @@ def test_a_body_that_overruns_its_limit_ends_the_requests_and_keeps_others_out()
 
         writer = in_thread(slow)
         assert entered.wait(30)
+        assert alarms.limits_s == [30]
+        alarms.ring()
         rollout = future.result(30)  # resolves while the writer is still inside
         assert not writer.done()
         assert rollout.finish_reason == FinishReason.ERROR
@@ -268,7 +271,7 @@ def test_a_body_that_overruns_its_limit_ends_the_requests_and_keeps_others_out()
 
         repairer = in_thread(repair)
         go_on.set()
-        with pytest.raises(PauseTimeoutError, match=r"its limit was 0\.1 s"):
+        with pytest.raises(PauseTimeoutError, match=r"its limit was 30 s"):
             writer.result(30)
         repairer.result(30)
         assert events == ["slow writer leaves", "repair enters"]
@@ -387,16 +390,20 @@ def test_call_runs_on_the_control_thread_and_may_update() -> None:
 
 
 def test_an_overrun_on_the_control_thread_is_bounded_too() -> None:
-    go_on = threading.Event()
+    entered, go_on = threading.Event(), threading.Event()
     with GenerationEngine(marker_llama()) as engine:
         future = engine.submit([5], ENDLESS)
         wait_for_tokens(engine, 2)
+        alarms = AlarmsByHand(engine)
 
         def commit(engine: GenerationEngine) -> None:
-            with engine.update(timeout_s=0.1):
+            with engine.update(timeout_s=30):
+                entered.set()
                 assert go_on.wait(30)
 
         done = engine.call(commit)
+        assert entered.wait(30)
+        alarms.ring()
         assert future.result(30).finish_reason == FinishReason.ERROR
         go_on.set()
         with pytest.raises(PauseTimeoutError):
@@ -483,7 +490,7 @@ def test_the_loop_never_parks_when_whoever_asked_has_given_up() -> None:
     status.before_pause = booked.set
     loop = threading.Thread(target=status.pause_and_wait, daemon=True)
     loop.start()
-    loop.join(10)
+    loop.join(30)
     assert not loop.is_alive(), "parked, and nobody is there to wake it"
     assert booked.is_set()
 
@@ -522,24 +529,9 @@ def test_a_limit_that_no_clock_can_wait_is_refused_and_parks_nobody(limit: objec
         assert engine.state == EngineState.RUNNING
 
 
-class AlarmsByHand:
-    """Takes alarms and rings none; a cancel comes too late."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], None]] = []
-
-    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
-        self.calls.append(call)
-        return lambda: None
-
-    def stop(self, timeout_s: float) -> None: ...
-
-
 def test_an_alarm_that_rings_after_the_body_is_done_fences_nothing() -> None:
-    alarms = AlarmsByHand()
     with GenerationEngine(marker_llama()) as engine:
-        engine._tracker.alarms.stop(30)
-        engine._tracker.alarms = alarms
+        alarms = AlarmsByHand(engine)
         future = engine.submit([5], ENDLESS)
         with engine.update() as model:
             mark(model, 1)
@@ -550,10 +542,8 @@ def test_an_alarm_that_rings_after_the_body_is_done_fences_nothing() -> None:
 
 
 def test_an_alarm_that_rings_as_the_body_ends_fences_whatever_the_body_thinks() -> None:
-    alarms = AlarmsByHand()
     with GenerationEngine(marker_llama()) as engine:
-        engine._tracker.alarms.stop(30)
-        engine._tracker.alarms = alarms
+        alarms = AlarmsByHand(engine)
         with pytest.raises(PauseTimeoutError, match=r"took .* its limit was"), engine.update():
             alarms.calls[0]()
         assert (engine.version, engine.state) == (0, EngineState.FENCED)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fakes import (
     ARCHITECTURES,
+    StandsStill,
     StepGate,
     forward_logprobs,
     mark,
@@ -39,7 +40,7 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it() -> None:
         futures = [engine.submit(prompt, ENDLESS) for prompt in prompts]
         for version in range(1, 8):
             seen = engine.stats().generated_tokens
-            wait_until(lambda seen=seen: engine.stats().generated_tokens > seen + 20)
+            StandsStill(engine, lambda seen=seen: engine.stats().generated_tokens > seen + 20).wait()
             with engine.update() as model:
                 mark(model, version)
         rollouts = [future.result(60) for future in futures]
@@ -78,7 +79,7 @@ def test_labels_hold_when_requests_are_preempted_and_prefilled_again() -> None:
         futures = [engine.submit(prompt, params) for prompt in random_prompts([6] * 8)]
         for version in range(1, 6):
             seen = engine.stats().generated_tokens
-            wait_until(lambda seen=seen: engine.stats().generated_tokens > seen + 30)
+            StandsStill(engine, lambda seen=seen: engine.stats().generated_tokens > seen + 30).wait()
             with engine.update() as model:
                 mark(model, version)
         rollouts = [future.result(60) for future in futures]
@@ -137,7 +138,7 @@ def test_partial_rollouts_are_labelled_too() -> None:
         future = engine.submit([5], ENDLESS)
         for version in (1, 2):
             seen = engine.stats().generated_tokens
-            wait_until(lambda seen=seen: engine.stats().generated_tokens > seen + 5)
+            StandsStill(engine, lambda seen=seen: engine.stats().generated_tokens > seen + 5).wait()
             with engine.update() as model:
                 mark(model, version)
         (snapshot,) = engine.snapshot()
@@ -233,7 +234,7 @@ def test_a_rollout_in_flight_keeps_its_kv_through_an_update() -> None:
     )
     with engine:
         future = engine.submit(random_prompts([30])[0], ENDLESS)
-        wait_until(lambda: engine.stats().generated_tokens > 10)
+        StandsStill(engine, lambda: engine.stats().generated_tokens > 10).wait()
         with engine.update() as model:
             perturb(model, seed=3)
         rollout = future.result(60)

@@ -262,18 +262,18 @@ def test_a_call_that_takes_too_long_says_so_and_one_that_has_not_begun_is_not_ru
 def test_a_dead_engine_comes_back_at_its_version_and_its_partials_can_go_on(host: WorkerHost) -> None:
     host.call(worker_jobs.publish, (3,), {}, 20)
     host.call(worker_jobs.slow_down, (), {}, 20)
-    submit(host, item("a", tokens=60), item("b", tokens=60))
-    wait_until(lambda: host.report().engine.generated_tokens >= 0 and bool(host.snapshot().spans.size))
+    submit(host, item("a", tokens=200), item("b", tokens=200))
+    wait_until(lambda: [bool(f.rollout.token_ids) for f in unpack(host.snapshot())] == [True, True])
     host.call(worker_jobs.kill_loop, (), {}, 20)
     failed, last = read(host, 2)
     assert {f.rollout.finish_reason for f in failed} == {FinishReason.ERROR}
     assert all("a step failed" in str(f.rollout.error) for f in failed)
     assert all(f.rollout.token_ids for f in failed), "the tokens before the death"
     host.call(worker_jobs.full_speed, (), {}, 20)
-    again = [item(f.rollout.rollout_id, tokens=60, attempt=1, resume_from=f.rollout) for f in failed]
+    again = [item(f.rollout.rollout_id, tokens=200, attempt=1, resume_from=f.rollout) for f in failed]
     assert submit(host, *again, read_up_to=last) == [], "submit waits for the engine"
     for finished in read(host, 2, last)[0]:
-        assert (finished.rollout.versions, finished.attempt) == ([3] * 60, 1)
+        assert (finished.rollout.versions, finished.attempt) == ([3] * 200, 1)
     assert (host.report().version, host.report().state) == (3, WorkerState.HEALTHY)
 
 
