@@ -43,7 +43,7 @@ from sync.ticket import Package
 from sync.transports import Collective
 from sync.transports.broadcast_group import BrokenGroupError, MeetingServer
 
-SMALL = SyncConfig(bucket_bytes=20_000, open_timeout_s=2.0)
+SMALL = SyncConfig(bucket_bytes=20_000)
 """Eight buckets."""
 
 
@@ -137,7 +137,7 @@ def test_a_corrupt_bucket_is_refused_by_its_receiver_and_passes_nobody_else_by(w
     first, last = own(tiny_llama()), own(tiny_llama())
     invitations = Invitations()
     targets = [first, workers[1], SpyTarget(_named(last), invitations)]
-    with first, last, WeightSync(targets, Collective(operation_timeout_s=2.0), SMALL) as weight_sync:
+    with first, last, WeightSync(targets, Collective(), SMALL) as weight_sync:
         before = weight_sync.publish(tiny_llama(seed=1)).version
         workers[1].call(flip_in_broadcast, 3).result(30)
         report = weight_sync.publish(tiny_llama(seed=2))
@@ -178,11 +178,11 @@ def test_a_target_that_never_takes_part_costs_a_limit_and_the_others_get_the_ver
         def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
             return Future() if fn.__name__ == "_take_part" else super().call(fn, *args)
 
-    transport = Collective(operation_timeout_s=0.5)
+    transport = Collective(operation_timeout_s=1.0)
     with own(tiny_llama()) as deaf, own(tiny_llama()) as engine:
         package, run = sealed(transport, layout_of(engine), tiny_llama(seed=1), 1)
         sent = transport.send(package, run, [Deaf("deaf", deaf), Link("w1", engine)], Deadline.after(30))
-        with pytest.raises(SyncTimeoutError, match="did not answer the broadcast within 1 s"):
+        with pytest.raises(SyncTimeoutError, match="did not answer the broadcast within 2 s"):
             sent["deaf"].result(0)
         assert sent["w1"].result(0) is None
         committed(engine, package)
@@ -220,9 +220,9 @@ def test_nobody_waits_for_the_commit_of_a_target_that_was_given_up() -> None:
             return Future() if fn is not hello else other.call(hello)
 
     with own(tiny_llama()) as engine, own(tiny_llama()) as other:
-        with WeightSync([Stopped(), engine], Collective(operation_timeout_s=0.5), SMALL) as weight_sync:
+        with WeightSync([Stopped(), engine], Collective(operation_timeout_s=1.0), SMALL) as weight_sync:
             report = weight_sync.publish(tiny_llama(seed=1), timeout_s=600.0)
-        assert report.failures == {"stopped": "it did not answer that a version comes within 0.5 s"}
+        assert report.failures == {"stopped": "it did not answer that a version comes within 1 s"}
         assert_same_weights(engine.model, tiny_llama(seed=1))
 
 

@@ -10,7 +10,7 @@ from fakes_sync import BUCKET_BYTES, FakeTarget, Memory, check_fleet, marked
 
 from sync import SyncConfig, SyncError, SyncReport, WeightSync
 
-CONFIG = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.05, update_timeout_s=0.05)
+CONFIG = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.05, update_timeout_s=0.5)
 
 
 def test_a_publish_in_the_callback_of_another_is_refused_unless_it_need_not_wait() -> None:
@@ -62,7 +62,7 @@ def test_a_target_that_comes_back_waits_as_long_as_the_publish_under_way_may_las
         wait_until(lambda: slow.is_stalled)
         joining.revive()
         with pytest.raises(TimeoutError):
-            delivering.result(4 * (CONFIG.open_timeout_s + CONFIG.update_timeout_s))  # all that it would wait alone
+            delivering.result(2 * (CONFIG.open_timeout_s + CONFIG.update_timeout_s))  # all that it would wait alone
         slow.resume()
         assert delivering.result(20).fenced == ("a",)
         wait_until(lambda: joining.engine.version == 2)
@@ -114,6 +114,6 @@ def test_a_version_that_one_target_was_brought_up_to_is_never_used_for_other_wei
         first.revive()
         wait_until(lambda: first.engine.version == 1)
         first.stall()  # it does not say that it has version 1
-        assert weight_sync.publish(marked(2.0), timeout_s=0.5).version == 2
+        assert weight_sync.publish(marked(2.0), timeout_s=1.0).version == 2
         first.resume()
         check_fleet([first, second], {1: 1.0, 2: 2.0})
