@@ -10,7 +10,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from fakes import EOS_ID, StepGate, tiny_llama
+from fakes import EOS_ID, CancelsOne, tiny_llama
 from fakes_trl import Logs, even_share, number_tokenizer, prompts, settings
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -18,7 +18,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout import EngineConfig, GenerationEngine, RolloutConfig, RolloutController
 from rollout.fleet.local_fleet import LocalFleet
-from rollout.requests.delivery import RolloutFuture
 from sync import SyncError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
@@ -156,19 +155,6 @@ def test_evaluation_generates_with_the_engine_too(tmp_path: Path) -> None:
     assert math.isfinite(metrics["eval_loss"])
 
 
-class LosesOne(GenerationEngine):
-    """The first sample of every batch is cancelled before it has a token."""
-
-    def submit_group(self, *args: Any, **kwargs: Any) -> list[RolloutFuture]:
-        if self.stats().active + self.stats().waiting:
-            return super().submit_group(*args, **kwargs)
-        gate = StepGate(self)
-        futures = super().submit_group(*args, **kwargs)
-        self.cancel(futures[0].request_id)
-        gate.open()
-        return futures
-
-
 class KeepsInputs(EngineGRPOTrainer):
     """Keeps what the loss is computed of."""
 
@@ -188,7 +174,7 @@ class ByPlace(Columns):
 def test_failed_sample_counts_nowhere_and_its_siblings_train(tmp_path: Path) -> None:
     reward = ByPlace()
     logs = Logs()
-    with LosesOne(tiny_llama(), SMALL, copy_weights=True) as engine:
+    with CancelsOne(tiny_llama(), SMALL, copy_weights=True) as engine:
         trainer = KeepsInputs(
             tiny_llama(),
             reward,
@@ -318,7 +304,7 @@ def test_rloo_generates_with_the_newest_weights(tmp_path: Path, shares: bool) ->
 
 def test_failed_sample_of_rloo_has_no_reward(tmp_path: Path) -> None:
     reward, logs = Columns(), Logs()
-    with LosesOne(tiny_llama(), SMALL, copy_weights=True) as engine:
+    with CancelsOne(tiny_llama(), SMALL, copy_weights=True) as engine:
         trainer = EngineRLOOTrainer(
             tiny_llama(),
             reward,
