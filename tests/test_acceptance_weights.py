@@ -1,7 +1,7 @@
 """What goes wrong with weights elsewhere, and what happens here: one test for each report that no other test names.
 
 Reports that other files' tests name: sglang-omni#784, tokenspeed#672, miles#1724, NeMo/RL#3591, trl#6796 and
-open-instruct#1535 (test_sync_protocol), trl#6688, slime#1731 and verl#6958 (test_sync_hundred, test_sync_shared_memory).
+open-instruct#1535 (test_sync_protocol_faults, _joining, _opening), trl#6688, slime#1731 and verl#6958 (test_sync_hundred, test_sync_shared_memory).
 """
 
 import logging
@@ -248,7 +248,7 @@ def test_a_wrapped_model_is_published_under_the_engines_names(wrap: Any, kind: s
 
 def test_a_trainer_is_never_blocked_for_longer_than_it_allows() -> None:
     """NeMo/RL#3591, trl#6796: a dead rank blocks the trainer for ever. Here the wait ends, and names phase and target.
-    (Target by target, state by state: test_sync_protocol; ranks of the trainer: test_sync_ranks.)"""
+    (Target by target, state by state: test_sync_protocol_faults; ranks of the trainer: test_sync_ranks.)"""
     entered, leave = threading.Event(), threading.Event()
 
     def hang(_: GenerationEngine) -> bool:
