@@ -14,16 +14,12 @@ from rollout import PauseTimeoutError, RolloutError, UpdateRecord
 from sync.errors import SyncError, SyncTimeoutError
 from sync.futures import failed
 from sync.link import Link
-from sync.place import Deadline
+from sync.place import ANSWER_GRACE_S, Deadline
 from sync.receiver import commit
 from sync.ticket import Package
 from sync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
-
-ANSWER_GRACE_S = 1.0
-"""How long after the limit a target may answer. An update ends by the same deadline; cut off at that moment, its own
-error, which says what it waited for, would be lost."""
 
 
 @dataclass(frozen=True)

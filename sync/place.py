@@ -1,4 +1,4 @@
-"""Where this process runs, as far as sharing memory goes."""
+"""Where this process runs, as far as sharing memory goes, and until when others may take."""
 
 import os
 import time
@@ -10,6 +10,10 @@ from sync.ticket import Place
 
 MEMORY_FOLDER = Path("/dev/shm")
 """The memory file system; another folder where there is none makes `SharedMemory` slower, not wrong."""
+
+ANSWER_GRACE_S = 1.0
+"""How long after a limit a target may still answer. An update ends by the same deadline; cut off at that moment, its own
+error, which says what it waited for, would be lost."""
 
 
 @cache

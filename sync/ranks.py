@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sync.errors import ManifestError, SyncError, SyncTimeoutError
-from sync.place import Deadline
+from sync.place import ANSWER_GRACE_S, Deadline
 from sync.report import SyncReport
 
 MESSAGE_BYTES = 65_536
 TOLD_CHARACTERS = 4_000
-ANSWER_GRACE_S = 2.0
-"""How long after the limit the first rank's word may come: it waits for its targets until the limit itself."""
+WORD_GRACE_S = 2 * ANSWER_GRACE_S
+"""How long after the limit the first rank's word may come: it waits as long as its targets may take."""
 GROUP_TIMEOUT = timedelta(hours=2)
 """Beyond every publish's own limit, which is the one that ends a wait."""
 
@@ -126,7 +126,7 @@ class _Exchange:
             return self.hear(phase, deadline)
         everyone = dict(mine) if "failure" in mine else {}
         everyone.setdefault("rank", 0)
-        until = time.monotonic() + deadline.remaining_s() + ANSWER_GRACE_S
+        until = time.monotonic() + deadline.remaining_s() + WORD_GRACE_S
         for rank in range(1, self._size):
             try:
                 theirs = self._receive(rank, max(0.01, until - time.monotonic()))
@@ -152,14 +152,14 @@ class _Exchange:
                 self._sending.append(work)  # a send is taken back when its handle goes
                 if self._rank == 0:
                     # They listen already; this process may end right after its last word.
-                    work.wait(timedelta(seconds=ANSWER_GRACE_S))
+                    work.wait(timedelta(seconds=WORD_GRACE_S))
 
     def hear(self, phase: str, deadline: Deadline) -> dict[str, Any]:
         """The first rank's word. Raises SyncTimeoutError."""
         if self._broken is not None:
             raise SyncError(_lost_step(self._broken))
         try:
-            return self._receive(0, deadline.remaining_s() + 2 * ANSWER_GRACE_S)
+            return self._receive(0, deadline.remaining_s() + 2 * WORD_GRACE_S)
         except RuntimeError as error:
             self._broken = f"rank 0 did not say in time how {phase} went ({_first_line(error)})"
             raise SyncTimeoutError(_lost_step(self._broken)) from error

@@ -18,7 +18,7 @@ from sync.futures import failed
 from sync.layout import Layout, empty_run, seal
 from sync.link import Target
 from sync.manifest import Manifest
-from sync.place import Deadline
+from sync.place import ANSWER_GRACE_S, Deadline
 from sync.receiver import CommitMode, accept, commit, receiver_of
 from sync.staging import Staging
 from sync.ticket import Package, TargetStatus
@@ -26,9 +26,6 @@ from sync.transports.base import Link
 from sync.transports.host_memory import HOST, HostMemory
 from sync.transports.stored_version import StoredVersion
 from sync.transports.version_store import VersionStore
-
-ANSWER_GRACE_S = 1.0
-"""How long after the limit a target may still say what it waited for."""
 
 
 class Disk:
