@@ -20,6 +20,7 @@ from rollout import GenerationEngine
 from sync.layout import Layout, digest, seal
 from sync.link import Link
 from sync.manifest import held_tensors
+from sync.place import Deadline
 from sync.ticket import Claim, Package, Ticket
 from sync.transports.base import Transport
 from sync.transports.broadcast_group import BroadcastGroup
@@ -154,11 +155,11 @@ def signal_in_broadcast(_: Any, count: int, which: signal.Signals) -> None:
     broadcast = BroadcastGroup.broadcast
     numbers = itertools.count(1)
 
-    def signalled(group: BroadcastGroup, part: Tensor) -> None:
+    def signalled(group: BroadcastGroup, part: Tensor, deadline: Deadline) -> None:
         if next(numbers) == count:
             # Sent to the process, it would stop another thread first, and this one might go on to the end meanwhile.
             signal.pthread_kill(threading.get_ident(), which)
-        broadcast(group, part)
+        broadcast(group, part, deadline)
 
     BroadcastGroup.broadcast = signalled  # type: ignore[method-assign]
 
@@ -168,8 +169,8 @@ def flip_in_broadcast(_: Any, count: int) -> None:
     broadcast = BroadcastGroup.broadcast
     numbers = itertools.count(1)
 
-    def flipped(group: BroadcastGroup, part: Tensor) -> None:
-        broadcast(group, part)
+    def flipped(group: BroadcastGroup, part: Tensor, deadline: Deadline) -> None:
+        broadcast(group, part, deadline)
         if next(numbers) == count:
             part[0] ^= 1
 

@@ -15,9 +15,14 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sync.errors import SyncError
+from sync.place import Deadline
 
 BackendName = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
+SHORTEST_S = 0.001
+"""What is shorter is no limit at all to torch.distributed, which counts whole milliseconds."""
+ERROR_GRACE_S = 1.0
+"""Joining has limits of its own, and its errors say more than that a wait was over."""
 
 
 class BrokenGroupError(SyncError):
@@ -115,39 +120,48 @@ class BroadcastGroup:
     operations interleave differently on two ranks wait for each other for ever. Such models are refused by the engine.
     """
 
-    def __init__(self, invitation: Invitation, device: torch.device) -> None:
-        """Waits for all ranks. BrokenGroupError if they have not come within the limit."""
+    def __init__(self, invitation: Invitation, device: torch.device, deadline: Deadline) -> None:
+        """Waits for all ranks. BrokenGroupError if they have not come within the limit, or by the deadline."""
         self.group_id = invitation.group_id
-        self._limit = timedelta(seconds=invitation.limit_s)
+        self._limit_s = invitation.limit_s
         self._device = device
+        limit_s = min(invitation.limit_s + ERROR_GRACE_S, deadline.remaining_s())
         try:
             # A store in a file is locked without a limit, by a process that may be stopped while it holds the lock.
-            self._backend: Any = within(invitation.limit_s, lambda: _backend(invitation))
+            self._backend: Any = within(limit_s, lambda: _backend(invitation))
         except (RuntimeError, OSError, TimeoutError) as error:
+            limit_s = min(limit_s, invitation.limit_s)
             raise BrokenGroupError(
-                f"the {invitation.size} ranks did not come together within {invitation.limit_s:g} s ({_first_line(error)})"
+                f"the {invitation.size} ranks did not come together within {limit_s:.3g} s ({_first_line(error)})"
             ) from error
 
     @classmethod
-    def joined(cls, current: "BroadcastGroup | None", invitation: Invitation, device: torch.device) -> Self:
+    def joined(
+        cls, current: "BroadcastGroup | None", invitation: Invitation, device: torch.device, deadline: Deadline
+    ) -> Self:
         """The group that this process is in already, or a new one in its place."""
         if isinstance(current, cls) and current.group_id == invitation.group_id:
             return current
         if current is not None:
             current.leave()
-        return cls(invitation, device)
+        return cls(invitation, device, deadline)
 
-    def broadcast(self, part: Tensor) -> None:
-        """From rank 0's `part` into every other's: [num_bytes] uint8, in host memory. BrokenGroupError."""
+    def broadcast(self, part: Tensor, deadline: Deadline) -> None:
+        """From rank 0's `part` into every other's: [num_bytes] uint8, in host memory. BrokenGroupError, also when the
+        deadline passes."""
         if self._backend is None:
             raise BrokenGroupError("this process has left the group")
+        limit_s = min(self._limit_s, deadline.remaining_s())
+        if limit_s < SHORTEST_S:
+            self.leave()
+            raise BrokenGroupError("the time of the publish was over before the last bucket")
         on_device = part.to(self._device)
         try:
-            self._backend.broadcast([on_device], BroadcastOptions()).wait(self._limit)
+            self._backend.broadcast([on_device], BroadcastOptions()).wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
             self.leave()
             raise BrokenGroupError(
-                f"a broadcast broke off, or did not end within {self._limit.total_seconds():g} s ({_first_line(error)})"
+                f"a broadcast broke off, or did not end within {limit_s:.3g} s ({_first_line(error)})"
             ) from error
         if on_device is not part:
             part.copy_(on_device)
@@ -173,8 +187,7 @@ def within(limit_s: float, make: Callable[[], Any]) -> Any:
             made.set_exception(error)
 
     threading.Thread(target=run, name="rollsync-join", daemon=True).start()
-    # `make` has limits of its own, and its errors say more
-    return made.result(limit_s + 1.0)
+    return made.result(limit_s)
 
 
 def _backend(invitation: Invitation) -> Any:

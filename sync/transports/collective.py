@@ -47,8 +47,9 @@ class Collective:
     their part on their control threads, while they generate. No forward of an engine may run a collective meanwhile
     (sglang#22620): models that are split over several processes (tensor parallel) are refused when an engine is made.
 
-    Whatever waits has a limit, `operation_timeout_s`. An engine that dies or stops breaks the group; it fails by name,
-    and the others get the version in a new group without it, if the publish has time left.
+    Whatever waits has a limit: `operation_timeout_s`, or what is left of the publish if that is less. An engine that dies or
+    stops breaks the group; it fails by name, and the others get the version in a new group without it, if the publish has
+    time left.
 
     Ranks meet in a private file where all are on one machine, and gloo talks over loopback there. Engines elsewhere need
     `interface`, the network interface of this machine at which they reach it: whoever can connect there can disturb.
@@ -134,15 +135,14 @@ class Collective:
             return None
         links = circle.links
         calls = {
-            link: link.call(_take_part, package, circle.invitation(rank)) for rank, link in enumerate(links, start=1)
+            link: link.call(_take_part, package, circle.invitation(rank), deadline)
+            for rank, link in enumerate(links, start=1)
         }
         broken = None
         try:
-            circle.group = BroadcastGroup.joined(circle.group, circle.invitation(0), self._device())
+            circle.group = BroadcastGroup.joined(circle.group, circle.invitation(0), self._device(), deadline)
             for _, part in package.layout.parts(run):
-                if deadline.remaining_s() == 0:
-                    raise BrokenGroupError("the time of the publish was over before the last bucket")
-                circle.group.broadcast(part)
+                circle.group.broadcast(part, deadline)
         except BrokenGroupError as error:
             broken = error
         # Its last wait may have begun now; then it verifies, and prepares what is derived from the weights.
@@ -246,15 +246,15 @@ def _get_ready(engine: GenerationEngine, package: Package) -> _Ready:
     return _Ready(is_wanted=is_wanted, group_id=group.group_id if group is not None else None, place=here())
 
 
-def _take_part(engine: GenerationEngine, package: Package, invitation: Invitation) -> None:
+def _take_part(engine: GenerationEngine, package: Package, invitation: Invitation, deadline: Deadline) -> None:
     """Receive every bucket. A bucket with other bytes than were sent is an error at the end only: the others' come through
     this rank."""
     layout = package.layout
     device = layout.manifest.device if invitation.backend == "nccl" else HOST
-    group = _groups[engine] = BroadcastGroup.joined(_groups.pop(engine, None), invitation, device)
+    group = _groups[engine] = BroadcastGroup.joined(_groups.pop(engine, None), invitation, device, deadline)
     failure: Exception | None = None
     for bucket in layout.buckets:
-        parcel = _Broadcast(group)
+        parcel = _Broadcast(group, deadline)
         try:
             receive(engine, package.ticket, bucket.index, parcel)
         except BrokenGroupError:
@@ -280,13 +280,14 @@ def _leave(engine: GenerationEngine, group_id: str) -> None:
 class _Broadcast:
     """The next bucket of a group, as a parcel."""
 
-    def __init__(self, group: BroadcastGroup) -> None:
+    def __init__(self, group: BroadcastGroup, deadline: Deadline) -> None:
         self._group = group
+        self._deadline = deadline
         self.is_read = False
 
     def read(self, into: Tensor) -> None:
         self.is_read = True
-        self._group.broadcast(into)
+        self._group.broadcast(into, self._deadline)
 
 
 _groups: "weakref.WeakKeyDictionary[GenerationEngine, BroadcastGroup]" = weakref.WeakKeyDictionary()
