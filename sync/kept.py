@@ -33,15 +33,18 @@ class Kept:
         self._sealed: dict[Key, _Sealed] = {}
         self._last_seals: dict[Key, str] = {}
 
-    def stagings(self, routes: Sequence[Route], again: bool) -> dict[Key, Staging]:
+    def stagings(self, routes: Sequence[Route], again: bool, *, spare: bool) -> dict[Key, Staging]:
         """Where each route's tensors go: beside what is kept, or, for the same version once more, in its place, where
-        only equal values are accepted."""
+        only equal values are accepted. `spare`: what is kept stays whole until the next is sealed, also where that costs
+        memory for another version."""
         stagings: dict[Key, Staging] = {}
         for route in routes:
-            sealed = self._sealed.get(_key(route)) if again else None
-            stagings[_key(route)] = (
-                sealed.staging if sealed is not None else Staging(route.layout, route.transport.run(route.layout))
-            )
+            sealed = self._sealed.get(_key(route))
+            if again and sealed is not None:
+                stagings[_key(route)] = sealed.staging
+                continue
+            spared = sealed.staging.run if spare and sealed is not None else None
+            stagings[_key(route)] = Staging(route.layout, route.transport.run(route.layout, spared))
         if not again:
             written = {id(staging.run) for staging in stagings.values()}
             self._sealed = {

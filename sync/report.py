@@ -31,4 +31,5 @@ class SyncReport:
     failures: dict[str, str] = field(default_factory=dict)
     """The cause, by the name of each target in `fenced`."""
     overtaken: tuple[str, ...] = ()
-    """Names of the targets that had not begun to take this version when a newer publish came; they get the newer one."""
+    """Names of the targets that had not begun to take this version when a newer publish came; they get the newer one, or, if
+    that fails before it is staged, this one after all."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread, current_thread
@@ -71,6 +71,7 @@ class WeightSync:
         self._order = Lock()  # for the two below
         self._delivery: Delivery | None = None
         self._num_waiting = 0  # publishes that wait for the turn: whatever goes before them is overtaken
+        self._owed: frozenset[str] = frozenset()  # who was overtaken for a version that has not been sealed yet; changed in turn
         self._committing_thread: Thread | None = None
         self._committer = ThreadPoolExecutor(1, "weight-sync", initializer=self._note_committing_thread)
         self._joiner = ThreadPoolExecutor(1, "weight-sync-join")
@@ -98,7 +99,8 @@ class WeightSync:
 
         `wait=False` returns once the source is staged, with a future of the report. `timeout_s` bounds the whole: the
         turn, staging, sending, and the commits; a source's own gathering is bounded between two tensors only. A publish
-        overtakes one before it that is still on its way: targets that have not taken that one get this one only.
+        overtakes one before it that is still on its way: targets that have not taken that one get this one only, or that one
+        after all if this one fails before it is staged.
 
         The same version again with equal bytes reaches the engines that missed it and is harmless for the others.
 
@@ -123,18 +125,11 @@ class WeightSync:
             )
         deadline = Deadline.after(timeout_s)
         self._longest_s = max(self._longest_s, timeout_s)
-        self._overtake_and_take_turn(timeout_s)
-        with ExitStack() as unless_delivering:
-            unless_delivering.callback(self._turn.release)
-            try:
-                staged = self._stage(source, version, deadline, timeout_s)
-            except SenderReplacedError:
-                self._kept.clear()
-                raise
-            future = self._committer.submit(self._ranks.share, partial(self._deliver, staged), deadline)
-            unless_delivering.pop_all()
-            # also when the caller cancels the future before the delivery begins
-            future.add_done_callback(lambda _: self._turn.release())
+        try:
+            future = self._begin(source, version, deadline, timeout_s)
+        except BaseException:
+            self._deliver_what_was_overtaken()
+            raise
         return future.result() if wait else future
 
     def close(self, *, timeout_s: float = 120.0) -> None:
@@ -188,6 +183,22 @@ class WeightSync:
 
     # --------------------------------------------------------------------------------------------- stage and deliver
 
+    def _begin(self, source: Source, version: int | None, deadline: Deadline, timeout_s: float) -> Future[SyncReport]:
+        """In its turn: stage, and have it delivered."""
+        self._overtake_and_take_turn(timeout_s)
+        with ExitStack() as unless_delivering:
+            unless_delivering.callback(self._turn.release)
+            try:
+                staged = self._stage(source, version, deadline, timeout_s)
+            except SenderReplacedError:
+                self._kept.clear()
+                raise
+            future = self._committer.submit(self._ranks.share, partial(self._deliver, staged), deadline)
+            unless_delivering.pop_all()
+            # also when the caller cancels the future before the delivery begins
+            future.add_done_callback(lambda _: self._turn.release())
+        return future
+
     def _stage(self, source: Source, version: int | None, deadline: Deadline, timeout_s: float) -> "_Staged | None":
         """None on a rank that does not lead."""
         began = time.perf_counter()
@@ -207,7 +218,7 @@ class WeightSync:
         # A step of its own: where there is no room, the other ranks must not be in a gather already, waiting for this one.
         with self._ranks.together("making room for the staging", deadline):
             if opening is not None:
-                stagings = self._kept.stagings(opening.routes, opening.again)
+                stagings = self._kept.stagings(opening.routes, opening.again, spare=bool(self._owed))
         with self._ranks.together("staging", deadline):
             tensors = offer.tensors() if isinstance(offer, WeightSource) else offer
             if opening is None:
@@ -218,6 +229,7 @@ class WeightSync:
                 # before it is what late targets get: a sender that has been replaced must not keep it
                 self._opener.remember(opening)
                 self._kept.seal(stagings, opening.claim, opening.version)
+                self._owed = frozenset()
         if opening is None:
             return None
         shipments = []
@@ -296,6 +308,8 @@ class WeightSync:
         for link in self._links:
             if link.name in failures:
                 self._fencer.submit(link.fence, version)
+        self._owed |= set(outcome.overtaken)
+        self._deliver_what_was_overtaken()
         if len(failures) == len(self._links):
             raise nobody(f"took version {version}", failures)
         records = [record for record in outcome.records.values() if record is not None]
@@ -318,27 +332,41 @@ class WeightSync:
 
     def _listen(self, link: Link) -> None:
         if isinstance(link.target, JoiningTarget):
-            link.target.on_join(partial(self._bring_up_later, link))
+            link.target.on_join(lambda _: self._bring_up_later(link))
 
-    def _bring_up_later(self, link: Link, _: Target) -> None:
-        if not self._closed:
-            self._joiner.submit(self._bring_up, link)
+    def _deliver_what_was_overtaken(self) -> None:
+        """Whoever was passed over for a newer version gets what is kept after all, unless one is on its way yet."""
+        with self._order:
+            is_one_coming = self._num_waiting > 0
+        if not is_one_coming:
+            for link in list(self._links):
+                if link.name in self._owed:
+                    self._bring_up_later(link)
+
+    def _bring_up_later(self, link: Link) -> None:
+        with suppress(RuntimeError):  # closed meanwhile
+            if not self._closed:
+                self._joiner.submit(self._bring_up, link)
 
     def _bring_up(self, link: Link) -> None:
-        """Give a new incarnation the version that the others have; it serves nothing before."""
+        """Give a target the version that the others have: a new incarnation, which serves nothing before, or one that was
+        overtaken for nothing."""
         timeout_s = self._config.open_timeout_s + self._config.update_timeout_s
         try:
             # Not less: the publish under way has left this target out, and the next one may be an hour away.
-            self._take_turn(self._longest_s + timeout_s, "bringing up a new incarnation waited for a publish to")
+            self._take_turn(self._longest_s + timeout_s, "bringing up a target waited for a publish to")
             try:
+                self._owed -= {link.name}
                 outcome = self._bring_up_in_turn(link, Deadline.after(timeout_s), timeout_s)
+                self._owed |= set(outcome.overtaken)
             finally:
                 self._turn.release()
         except Exception as error:  # on a thread of ours: the log is all there is
             logger.warning("%s is not brought up before the next publish: %s", link.name, error)
             return
+        self._deliver_what_was_overtaken()
         if link.name in outcome.records:
-            logger.info("%s has come back and holds version %s", link.name, self._kept.version)
+            logger.info("%s has been brought up to version %s", link.name, self._kept.version)
 
     def _bring_up_in_turn(self, link: Link, deadline: Deadline, timeout_s: float) -> Outcome:
         if self._closed or self._kept.version is None:

@@ -370,8 +370,8 @@ class Memory:
     def commit_mode(self, status: TargetStatus) -> CommitMode:
         return "copy"
 
-    def run(self, layout: Layout) -> Tensor:
-        if not self._reuse or layout not in self._runs:
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
+        if not self._reuse or layout not in self._runs or self._runs[layout] is spared:
             self._runs[layout] = empty_run(layout.num_bytes, torch.device("cpu"), zeroed=True)
         return self._runs[layout]
 

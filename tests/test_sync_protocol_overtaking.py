@@ -1,13 +1,16 @@
 """A publish that is overtaken, cancelled, or under way when its sender is closed."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from fakes import wait_until
-from fakes_sync import check_fleet, marked
+from fakes_sync import BUCKET_BYTES, check_fleet, marked
 from protocol_fleet import CALLS, LATE_S, Fleet, InThread, fault, fleet_of, items
 from torch import Tensor
+
+from sync import ManifestError, SyncConfig, SyncTimeoutError, TensorSpec
 
 
 @pytest.mark.parametrize("point", CALLS)
@@ -76,3 +79,44 @@ def test_closing_waits_for_a_publish_and_ends_what_a_target_holds_up_within_its_
     fleet.targets[0].resume()
     assert fleet.targets[0].engine.version == 1
     check_fleet(fleet.targets, {1: 1.0, 2: 2.0})
+
+
+class Failing:
+    """A source that fails in its opening, since no engine holds it, or half-way; `when_asked` is called first."""
+
+    def __init__(self, where: str, when_asked: Callable[[], None]) -> None:
+        self._where = where
+        self._when_asked = when_asked
+
+    def specs(self) -> dict[str, TensorSpec]:
+        self._when_asked()
+        ghost = {"ghost": TensorSpec(shape=(1,), dtype=torch.float32)} if self._where == "opening" else {}
+        return ghost | {name: TensorSpec.of(tensor) for name, tensor in items(9.0)}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from list(items(9.0))[:2]
+        raise KeyError("the gather failed")
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("where", ["waiting", "opening", "staging"])
+def test_a_version_that_was_overtaken_by_one_that_fails_reaches_its_targets_after_all(where: str, reuse: bool) -> None:
+    patient = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=10.0)
+    with fleet_of(reuse=reuse, config=patient) as fleet:
+        fleet.publish()
+        slow, healthy = fleet.targets
+        fault(slow, "commit", "stall")
+        overtaken = fleet.weight_sync.publish(marked(fleet.next_mark()), wait=False)
+        fleet.published[2] = 2.0
+        wait_until(lambda: healthy.engine.version == 2)
+        if where == "waiting":
+            with pytest.raises(SyncTimeoutError):
+                fleet.weight_sync.publish(marked(9.0), timeout_s=1e-9)
+            slow.resume()
+        else:
+            with pytest.raises(ManifestError if where == "opening" else KeyError):
+                fleet.weight_sync.publish(Failing(where, slow.resume))
+        assert overtaken.result(30).overtaken == ("a",)
+        wait_until(lambda: slow.engine.version == 2)
+        fleet.check()
+        fleet.check_that_the_next_publish_works()

@@ -150,11 +150,11 @@ class Crowded(InProcess):
         super().__init__()
         self._is_full = True
 
-    def run(self, layout: Layout) -> Tensor:
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
         if self._is_full:
             self._is_full = False
             raise SyncError("the memory file system is full")
-        return super().run(layout)
+        return super().run(layout, spared)
 
 
 def _publish_where_there_is_no_room(rank: int) -> Any:

@@ -37,9 +37,9 @@ class Transport(Protocol):
     def commit_mode(self, status: TargetStatus) -> CommitMode:
         """How this target takes what was sent. Raises SyncError for one that this transport cannot serve."""
 
-    def run(self, layout: Layout) -> Tensor:
-        """Memory for the next version, [layout.num_bytes] uint8, gaps between slots zero. May be what `run` gave before,
-        once no receiver can read that any more."""
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
+        """Memory for the next version, [layout.num_bytes] uint8, gaps between slots zero. May be what `run` gave before, if no
+        receiver can read that any more and it is not `spared`, whose version may have to be sent yet."""
 
     def send(
         self, package: Package, run: Tensor, links: Sequence[Link], deadline: Deadline

@@ -80,8 +80,8 @@ class Collective:
             raise SyncError('backend="nccl" needs a GPU here and in each engine; use Collective("gloo")')
         return "copy"
 
-    def run(self, layout: Layout) -> Tensor:
-        return self._memory.run(layout)
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
+        return self._memory.run(layout, spared)
 
     def send(
         self, package: Package, run: Tensor, links: Sequence[Link], deadline: Deadline

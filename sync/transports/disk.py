@@ -51,8 +51,8 @@ class Disk:
     def commit_mode(self, status: TargetStatus) -> CommitMode:
         return "copy"
 
-    def run(self, layout: Layout) -> Tensor:
-        return self._memory.run(layout)
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
+        return self._memory.run(layout, spared)
 
     def send(
         self, package: Package, run: Tensor, links: Sequence[Link], deadline: Deadline

@@ -18,10 +18,10 @@ class HostMemory:
     def __init__(self) -> None:
         self._runs: weakref.WeakValueDictionary[Layout, Tensor] = weakref.WeakValueDictionary()
 
-    def run(self, layout: Layout) -> Tensor:
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
         """[layout.num_bytes] uint8, the gaps zero; pinned where there is a GPU, for which it is read faster."""
         run = self._runs.get(layout)
-        if run is None:
+        if run is None or run is spared:
             run = empty_run(layout.num_bytes, HOST, zeroed=True)
             if torch.cuda.is_available():
                 run = run.pin_memory()

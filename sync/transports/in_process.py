@@ -35,9 +35,9 @@ class InProcess:
             raise SyncError("InProcess reaches engines of this process only; use SharedMemory or ObjectStore")
         return "copy"
 
-    def run(self, layout: Layout) -> Tensor:
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
         run = self._runs.get(layout)
-        if run is None or self._readers.of(run):
+        if run is None or run is spared or self._readers.of(run):
             run = self._runs[layout] = empty_run(layout.num_bytes, layout.manifest.device, zeroed=True)
         return run
 

@@ -50,8 +50,8 @@ class ObjectStore:
             raise SyncError("ObjectStore needs Ray in this process; call ray.init(...) before the publish")
         return "copy"
 
-    def run(self, layout: Layout) -> Tensor:
-        return self._memory.run(layout)
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
+        return self._memory.run(layout, spared)
 
     def send(
         self, package: Package, run: Tensor, links: Sequence[Link], deadline: Deadline

@@ -61,12 +61,12 @@ class SharedMemory:
             )
         return self._commit if self._commit is not None else "remap" if status.can_remap else "copy"
 
-    def run(self, layout: Layout) -> Tensor:
+    def run(self, layout: Layout, spared: Tensor | None = None) -> Tensor:
         files = [file for file in self._files if file.layout == layout]
         # The newest stays whole until the next one is, for whoever comes late.
         sent = max((file for file in files if file.version is not None), key=_version, default=None)
-        unread = (file for file in files if file is not sent and file.lock_if_unread())
-        file = next(unread, None) or self._make(layout)
+        free = (file for file in files if file is not sent and file.run is not spared and file.lock_if_unread())
+        file = next(free, None) or self._make(layout)
         file.version = None
         return file.run
 
