@@ -281,7 +281,7 @@ class RolloutController:
     ) -> list[Rollout]:
         """Rollouts of other prompts on the same fleet, between those of training: `num_samples` for each prompt, in order,
         rewarded by the same function; one that failed (ERROR, after its retries) or cannot be rewarded says why in `error`. They are in no batch and in no
-        account. A publish through `update()` or `targets()` waits for them, up to `evaluation_wait_s`."""
+        account. An update through `update()` or a publish waits for them, up to `evaluation_wait_s`."""
         timeout_s = check_limit(timeout_s)
         params = params if params is not None else self.config.sampling
         ready: list[Prompt] = []

@@ -188,6 +188,11 @@ class GenerationEngine(RequestMethods):
         return self._updater.is_inside()
 
     @property
+    def is_control_thread(self) -> bool:
+        """Whether the calling thread is the one on which `call` runs functions, where waiting for a call would never end."""
+        return self._control.is_current()
+
+    @property
     def last_update(self) -> UpdateRecord | None:
         """How the last successful update went."""
         return self._loop.last_update

@@ -138,7 +138,9 @@ class Delivery:
         for link in links:
             assert link.status is not None
             mode = shipment.transport.commit_mode(link.status)
-            calls[link.name] = link.call(commit, shipment.package.ticket, mode, self._deadline, self._update_timeout_s)
+            calls[link.name] = link.call_update(
+                commit, shipment.package.ticket, mode, self._deadline, self._update_timeout_s
+            )
         return calls
 
     def _roll_forward(

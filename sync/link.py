@@ -38,6 +38,14 @@ class FencingTarget(Target, Protocol):
 
 
 @runtime_checkable
+class UpdatingTarget(Target, Protocol):
+    """A target that has a say in when it is updated."""
+
+    def call_update(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """`call`, for a function that updates the engine: when that cuts nothing in two, after what was called before."""
+
+
+@runtime_checkable
 class TargetGroup(Protocol):
     """Targets that come and go, such as a controller's workers."""
 
@@ -105,6 +113,15 @@ class Link:
         except RolloutError as refused:
             return failed(refused)
 
+    def call_update(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """The same for a function that updates the engine, when the target sees fit."""
+        if not isinstance(self.target, UpdatingTarget):
+            return self.call(fn, *args)
+        try:
+            return self.target.call_update(fn, *args)
+        except RolloutError as refused:
+            return failed(refused)
+
     def fence(self, version: int) -> None:
         """Keep a target that missed a version from serving an older one, where that is in its hands."""
         if isinstance(self.target, FencingTarget):
@@ -116,6 +133,10 @@ class Link:
     def is_inside_update(self) -> bool:
         """Whether the calling thread is inside this target's own update, where waiting for it would never end."""
         return isinstance(self.target, GenerationEngine) and self.target.is_inside_update
+
+    def is_on_its_thread(self) -> bool:
+        """Whether the calling thread is the one on which this target would commit."""
+        return isinstance(self.target, GenerationEngine) and self.target.is_control_thread
 
 
 def _name_of(target: Target, index: int) -> str:

@@ -119,6 +119,11 @@ class WeightSync:
                 raise SyncError(
                     f"publish() inside {link.name}'s update() would wait for itself; publish after the block"
                 )
+            if wait and link.is_on_its_thread():
+                raise SyncError(
+                    f"publish() on the control thread of {link.name} would wait for itself; call it on another thread, or "
+                    "pass wait=False"
+                )
         if wait and self._is_delivering():
             raise SyncError(
                 "publish() in the callback of a publish's future would wait for itself; pass wait=False there"

@@ -832,7 +832,9 @@ def test_a_commit_through_a_target_waits_for_the_evaluation_up_to_its_limit() ->
             committed_at: list[float] = []
 
             def publish() -> None:
-                future = target.call(SimulatedWorker.commit, 1)
+                asked = target.call(lambda _: fleet.loop.now())
+                assert asked.result(0) == pytest.approx(0.05), "a question waits for no evaluation"
+                future = target.call_update(SimulatedWorker.commit, 1)
                 future.add_done_callback(lambda _: committed_at.append(fleet.loop.now()))
 
             fleet.loop.call_later(0.05, publish)

@@ -2,12 +2,15 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
-from fakes import wait_until
+from fakes import tiny_llama, wait_until
 from fakes_sync import BUCKET_BYTES, FakeTarget, Memory, check_fleet, marked
 
+from rollout import GenerationEngine
 from sync import SyncConfig, SyncError, SyncReport, WeightSync
 
 CONFIG = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.05, update_timeout_s=0.5)
@@ -117,3 +120,27 @@ def test_a_version_that_one_target_was_brought_up_to_is_never_used_for_other_wei
         assert weight_sync.publish(marked(2.0), timeout_s=1.0).version == 2
         first.resume()
         check_fleet([first, second], {1: 1.0, 2: 2.0})
+
+
+def test_a_target_has_a_say_in_when_it_is_updated_and_in_nothing_else() -> None:
+    class Evaluates(FakeTarget):
+        def call_update(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+            updates.append(fn.__name__)
+            return self.call(fn, *args)
+
+    updates: list[str] = []
+    target = Evaluates("a")
+    with WeightSync(target, Memory(), CONFIG) as weight_sync:
+        weight_sync.publish(marked(1.0))
+        assert updates == ["commit"]
+        assert len(target.calls) > 4
+
+
+def test_a_publish_on_the_thread_that_its_own_commit_needs_is_refused_at_once() -> None:
+    trainer = tiny_llama(seed=1)
+    with GenerationEngine(tiny_llama(), copy_weights=True) as engine, WeightSync(engine) as weight_sync:
+        waiting = engine.call(lambda _: weight_sync.publish(trainer, timeout_s=60))
+        with pytest.raises(SyncError, match=r"control thread of engine\[0\] would wait for itself; .* wait=False"):
+            waiting.result(30)
+        later = engine.call(lambda _: weight_sync.publish(trainer, wait=False)).result(30)
+        assert later.result(30).version == engine.version == 1

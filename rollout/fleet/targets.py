@@ -1,4 +1,4 @@
-"""A fleet's workers as a weight sync sees them: a commit waits for the evaluation that it would cut in two."""
+"""A fleet's workers as a weight sync sees them: an update waits for the evaluation that it would cut in two."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,7 +11,7 @@ from rollout.fleet.protocols import FleetWorker
 
 
 class FleetTarget:
-    """One worker. `call` waits until it evaluates nothing, up to `evaluation_wait_s`; then it is the worker's own."""
+    """One worker. Evaluations hold up nothing but its updates."""
 
     def __init__(self, worker: FleetWorker, coordinator: Coordinator) -> None:
         self.worker = worker
@@ -23,28 +23,38 @@ class FleetTarget:
 
     def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """`fn(engine, *args)` where the engine lives, on its control thread."""
+        return self.worker.call(fn, *args)
+
+    def call_update(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """`call`, for a function that updates the engine: once the worker evaluates nothing, or `evaluation_wait_s` later.
+        It can be cancelled until then."""
         outer: Future[Any] = Future()
-        # cancelled here, it would run over there all the same, and its caller would think that it had not
-        outer.set_running_or_notify_cancel()
         loop = self._coordinator.loop
 
         def go() -> None:
+            # cancelled later, it would run over there all the same, and its caller would think that it had not
+            if not outer.set_running_or_notify_cancel():
+                after()
+                return
             try:
                 inner = self.worker.call(fn, *args)
             except Exception as error:
-                loop.call_soon(partial(self._coordinator.evaluations.after_commit, self.worker_id))
+                after()
                 outer.set_exception(error)
                 return
             inner.add_done_callback(end)
 
         def end(inner: "Future[Any]") -> None:
-            loop.call_soon(partial(self._coordinator.evaluations.after_commit, self.worker_id))
+            after()
             loop.call_soon(self._coordinator.refresh)  # it may hold another version now
             error = inner.exception() if not inner.cancelled() else EngineStateError("the engine was stopped")
             if error is not None:
                 outer.set_exception(error)
             else:
                 outer.set_result(inner.result())
+
+        def after() -> None:
+            loop.call_soon(partial(self._coordinator.evaluations.after_commit, self.worker_id))
 
         def begin() -> None:
             self._coordinator.evaluations.before_commit(self.worker_id, go)

@@ -16,6 +16,7 @@ from sync.config import check_seconds
 from sync.errors import SyncError, SyncTimeoutError
 from sync.futures import failed
 from sync.layout import Layout, empty_run, seal
+from sync.link import Link as TargetLink
 from sync.link import Target
 from sync.manifest import Manifest
 from sync.place import ANSWER_GRACE_S, Deadline
@@ -89,7 +90,7 @@ class Disk:
         check_seconds("timeout_s", timeout_s)
         deadline = Deadline.after(timeout_s)
         try:
-            call = target.call(_bring_up, str(Path(path).absolute()), deadline, timeout_s)
+            call = TargetLink("the engine", target).call_update(_bring_up, str(Path(path).absolute()), deadline, timeout_s)
             version: int = call.result(timeout_s + ANSWER_GRACE_S)
             return version
         except RolloutError as error:
