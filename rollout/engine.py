@@ -123,7 +123,8 @@ class GenerationEngine(RequestMethods):
         One writer at a time; others wait. `timeout_s` limits the wait for the pause (PauseTimeoutError) and, separately,
         the body: one that overruns it fences the engine and ends the requests in flight (ERROR, with what they had).
         After an exception in the body the engine is FENCED: it runs nothing until an update succeeds, then what was in
-        flight goes on. Parameters must stay where they are: a replaced or re-pointed one fences the engine too.
+        flight goes on. Only that one may be to the version that the engine has already, with the weights that it had. Parameters must
+        stay where they are: a replaced or re-pointed one fences the engine too.
 
         `remap=True` lets the body re-point them (`parameter.data = tensor` of the same shape and dtype), where nothing
         else holds their addresses (see `can_remap`); InvalidRequestError elsewhere.

@@ -65,6 +65,7 @@ class EngineLoop:
             control=self.control,
             check=lambda: self.life.check(EngineState.RUNNING, EngineState.FENCED),
             fence=self._fence,
+            is_fenced=lambda: self.life.state == EngineState.FENCED,
             lose=self._lose,
             unfence=self._unfence,
             refresh_kv=config.kv_at_update == "refresh",

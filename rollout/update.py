@@ -38,6 +38,7 @@ class Updater:
     """Raises EngineStateError when the engine's state allows no update."""
     fence: Callable[[str], None]
     """Fences the engine; requests in flight wait for the next update."""
+    is_fenced: Callable[[], bool]
     lose: Callable[[str], None]
     """Fences the engine; requests in flight end with what they have."""
     unfence: Callable[[UpdateRecord], None]
@@ -113,7 +114,8 @@ class Updater:
     def _commit(self, version: int | None, timeout_s: float, remap: bool, asked_at: float) -> Iterator[nn.Module]:
         self.check()
         new = self.tracker.version + 1 if version is None else version
-        if isinstance(new, bool) or not isinstance(new, int) or new <= self.tracker.version:
+        is_repair = new == self.tracker.version and self.is_fenced()
+        if isinstance(new, bool) or not isinstance(new, int) or (new <= self.tracker.version and not is_repair):
             raise InvalidRequestError(
                 f"version must be an integer above the engine's {self.tracker.version}, got {new!r}; versions only grow"
             )
@@ -174,10 +176,12 @@ class Updater:
             # nothing else orders the writer's stream before the loop's
             torch.cuda.synchronize(self.model.device)
         self.manager.isolate_prefixes()
-        if self.refresh_kv:
+        if self.refresh_kv and version > self.tracker.version:
             # before progress is read: a token that was sampled and not yet booked (asynchronous batching) goes with its KV
             self.manager.recompute_kv()
-        straddlers = self.tracker.flip(version, self.manager.progress(), kv_kept=not self.refresh_kv)
+        straddlers = 0
+        if version > self.tracker.version:
+            straddlers = self.tracker.flip(version, self.manager.progress(), kv_kept=not self.refresh_kv)
         self.watch.record()
         return straddlers
 

@@ -175,7 +175,7 @@ class Receiver:
         return True
 
     def receive(self, ticket: Ticket, index: int, parcel: Parcel) -> None:
-        if self._committed == ticket:
+        if self._committed == ticket and not self._is_staging(ticket):
             return
         staged = self._expect(ticket)
         bucket = staged.package.layout.buckets[index]
@@ -259,7 +259,9 @@ class Receiver:
         self._check_claim(ticket)
         if ticket == self._committed and engine.state != EngineState.FENCED:
             return False
-        if ticket.version <= engine.version:
+        # somebody's own update may have broken the engine since: from here it goes on again
+        is_repair = ticket == self._committed and ticket.version == engine.version
+        if ticket.version <= engine.version and not is_repair:
             raise SyncError(
                 f"version {ticket.version} is not newer than the engine's {engine.version}; versions only grow: leave "
                 "`version` out for the next one"
@@ -281,6 +283,9 @@ class Receiver:
                 raise refusal("the engine", self._claim, ticket.claim)
             if about_to_commit:
                 self._committing = ticket.version
+
+    def _is_staging(self, ticket: Ticket) -> bool:
+        return self._staged is not None and self._staged.package.ticket == ticket
 
     def _expect(self, ticket: Ticket) -> _Staged:
         staged = self._staged

@@ -22,7 +22,7 @@ class SyncReport:
     """Requests in flight that had tokens of an older version, over all targets."""
     fenced: tuple[str, ...]
     """Names of the targets that did not take this version; the cause of each is in the log and in `failures`. The next
-    publish, or this version again, rolls them forward; one whose copies broke off half-way serves nothing until then."""
+    publish, or this version again, rolls them forward; one that is fenced serves nothing until then."""
     transport: str
     """How the bytes came to the engines: the transport's name, or several with "+" between them."""
     send_s: float = 0.0

@@ -71,7 +71,9 @@ class WeightSync:
         self._order = Lock()  # for the two below
         self._delivery: Delivery | None = None
         self._num_waiting = 0  # publishes that wait for the turn: whatever goes before them is overtaken
-        self._owed: frozenset[str] = frozenset()  # who was overtaken for a version that has not been sealed yet; changed in turn
+        self._owed: frozenset[str] = (
+            frozenset()
+        )  # who was overtaken for a version that has not been sealed yet; changed in turn
         self._committing_thread: Thread | None = None
         self._committer = ThreadPoolExecutor(1, "weight-sync", initializer=self._note_committing_thread)
         self._joiner = ThreadPoolExecutor(1, "weight-sync-join")
@@ -102,7 +104,8 @@ class WeightSync:
         overtakes one before it that is still on its way: targets that have not taken that one get this one only, or that one
         after all if this one fails before it is staged.
 
-        The same version again with equal bytes reaches the engines that missed it and is harmless for the others.
+        The same version again with equal bytes reaches the engines that missed it, lifts the fence of one whose update broke
+        off since, and is harmless for the others.
 
         Raises, with every engine unchanged: ManifestError if source and engine do not hold the same tensors; SyncError
         for a version that is not new, for a version published before with other bytes, for an engine that shares its

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import StepGate, greedy_reference, mark, marker_llama, random_prompts, tiny_llama
+from fakes_sync import Memory
 from torch import Tensor, nn
 
 from rollout import (
@@ -17,6 +18,7 @@ from rollout import (
     EngineState,
     EngineStateError,
     GenerationEngine,
+    InvalidRequestError,
     Rollout,
     SamplingParams,
     UpdateRecord,
@@ -29,7 +31,8 @@ from sync.place import Deadline
 from sync.receiver import commit
 from sync.source import TensorMap
 from sync.ticket import Claim, Package, Ticket
-from sync.transports import InProcess
+from sync.transports import InProcess, SharedMemory
+from sync.transports.base import Transport
 
 PROMPT = [5, 17, 33, 8]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=())
@@ -391,6 +394,34 @@ def test_failed_engine_is_named_and_the_others_go_on_and_the_same_version_repair
         assert [engine.version for engine in engines] == [1, 1]
         assert [engine.stats().updates for engine in engines] == [1, 1]
         assert_equal(weights(engines[0].model), weights(trainer))
+
+
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "in process": InProcess,
+    "copy": lambda: SharedMemory("copy"),
+    "remap": lambda: SharedMemory("remap"),
+    "bucket by bucket": Memory,
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_engine_that_somebodys_own_update_broke_is_repaired_by_its_version_published_again(transport: str) -> None:
+    trainer = marker_llama()
+    mark(trainer, 1)
+    with own(marker_llama()) as engine, WeightSync(engine, TRANSPORTS[transport]()) as weight_sync:
+        weight_sync.publish(trainer)
+        in_flight = engine.submit(PROMPT, SamplingParams(max_new_tokens=200, stop_token_ids=()))
+        with pytest.raises(RuntimeError, match="half-way"), engine.update() as model, torch.no_grad():
+            model.lm_head.weight.zero_()
+            raise RuntimeError("half-way")
+        assert engine.state == EngineState.FENCED
+        report = weight_sync.publish(trainer, version=1)
+        assert (report.fenced, engine.state, engine.version) == ((), EngineState.RUNNING, 1)
+        assert_equal(weights(engine.model), weights(trainer))
+        assert in_flight.result(30).token_ids == [1] * 200
+        assert in_flight.result().versions == [1] * 200
+        with pytest.raises(InvalidRequestError, match="above the engine's 1"), engine.update(1):
+            pass
 
 
 def test_engine_that_was_too_slow_for_a_version_gets_it_when_it_is_published_again() -> None:

@@ -90,7 +90,9 @@ class Disk:
         check_seconds("timeout_s", timeout_s)
         deadline = Deadline.after(timeout_s)
         try:
-            call = TargetLink("the engine", target).call_update(_bring_up, str(Path(path).absolute()), deadline, timeout_s)
+            call = TargetLink("the engine", target).call_update(
+                _bring_up, str(Path(path).absolute()), deadline, timeout_s
+            )
             version: int = call.result(timeout_s + ANSWER_GRACE_S)
             return version
         except RolloutError as error:
