@@ -1,7 +1,9 @@
-"""Futures that have ended already."""
+"""Futures of work that cannot be called off: it has ended already, or others wait for it."""
 
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def failed(error: BaseException) -> "Future[Any]":
@@ -9,3 +11,19 @@ def failed(error: BaseException) -> "Future[Any]":
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
+
+
+def uncancellable(inner: "Future[T]") -> "Future[T]":
+    """The same result; `cancel` does nothing. Callbacks run where those of `inner` do."""
+    outer: Future[T] = Future()
+    outer.set_running_or_notify_cancel()
+
+    def end(_: "Future[T]") -> None:
+        error = inner.exception()
+        if error is not None:
+            outer.set_exception(error)
+        else:
+            outer.set_result(inner.result())
+
+    inner.add_done_callback(end)
+    return outer

@@ -18,6 +18,7 @@ from torch import Tensor
 from sync.config import SyncConfig, check_seconds
 from sync.delivery import Delivery, Outcome, Shipment
 from sync.errors import SenderReplacedError, SyncError, SyncTimeoutError
+from sync.futures import uncancellable
 from sync.kept import Kept, Key
 from sync.link import JoiningTarget, Link, Links, Target, TargetGroup
 from sync.opening import Opener, Opening, nobody
@@ -99,7 +100,8 @@ class WeightSync:
     ) -> SyncReport | Future[SyncReport]:
         """Give every engine the weights of `source` as `version`; None: one above the newest that any engine holds.
 
-        `wait=False` returns once the source is staged, with a future of the report. `timeout_s` bounds the whole: the
+        `wait=False` returns once the source is staged, with a future of the report; it can be cancelled before its delivery
+        has begun, in a trainer of several ranks not at all. `timeout_s` bounds the whole: the
         turn, staging, sending, and the commits; a source's own gathering is bounded between two tensors only. A publish
         overtakes one before it that is still on its way: targets that have not taken that one get this one only, or that one
         after all if this one fails before it is staged.
@@ -138,7 +140,10 @@ class WeightSync:
         except BaseException:
             self._deliver_what_was_overtaken()
             raise
-        return future.result() if wait else future
+        if wait:
+            return future.result()
+        # taken back on one rank, the others would wait for its word, and hear the next one in its place
+        return future if self._ranks.is_alone else uncancellable(future)
 
     def close(self, *, timeout_s: float = 120.0) -> None:
         """Wait for a publish under way and free the staging. Closing twice is harmless. Raises SyncTimeoutError."""

@@ -105,6 +105,24 @@ def test_all_ranks_return_the_report_of_the_one_that_holds_the_engines(tmp_path:
     assert first[2]
 
 
+def _cancel(rank: int) -> Any:
+    with Rank(rank) as it:
+        told = []
+        for cancelling in range(2):
+            held = threading.Event()
+            it.weight_sync._committer.submit(held.wait, LIMIT_S)  # the thread that shares the report has not come to it
+            future = it.weight_sync.publish(it.gathered(), wait=False, timeout_s=20)
+            is_cancelled = rank == cancelling and future.cancel()
+            held.set()
+            told.append((is_cancelled, future.result(LIMIT_S).version))
+        return told, it.weight_sync.publish(it.gathered(), timeout_s=20).version
+
+
+def test_a_rank_that_cancels_its_future_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    first, second = run_ranks(tmp_path, _cancel)
+    assert first == second == ([(False, 1), (False, 2)], 3)
+
+
 def _publish_with_a_rank_that_fails(rank: int) -> Any:
     def failing(it: Rank) -> Iterator[tuple[str, Tensor]]:
         yield from it.gathered()
