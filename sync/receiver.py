@@ -120,6 +120,8 @@ class _Staged:
     missing: set[int]
     source: OpenCargo | None
     """Where the bytes lie if not in the receiver's own memory."""
+    is_pointed_into: bool = False
+    """Whether a remap has begun: parameters lie in it, whatever became of the rest."""
     prepared: list[Any] = field(default_factory=list)
     """For each of the receiver's derived tensors."""
 
@@ -136,7 +138,7 @@ class Receiver:
         self._committed: Ticket | None = None
         self._staged: _Staged | None = None
         self._own: Tensor | None = None  # kept from one version to the next: fresh pages cost ten times a copy
-        self._mapped: OpenCargo | None = None  # what the parameters point into
+        self._pointed_into: list[OpenCargo] = []  # where parameters lie: one, and what remaps that broke off add to it
 
     @property
     def claim(self) -> Claim | None:
@@ -217,12 +219,12 @@ class Receiver:
             self._committing = 0
         replaced.clear()
         self._committed, self._staged = ticket, None
-        if mode == "remap":
-            self._mapped, left = staged.source, self._mapped
-        else:
-            left = staged.source
-        if left is not None:
-            left.close()
+        # also after copies: what is written to in a private mapping is not the file's any more
+        left, self._pointed_into = self._pointed_into, []
+        if staged.source is not None:
+            (self._pointed_into if mode == "remap" else left).append(staged.source)
+        for source in left:
+            source.close()
         record = engine.last_update
         assert record is not None
         return record
@@ -240,6 +242,7 @@ class Receiver:
             else engine.update(version, timeout_s=limit_s)
         )
         with update, torch.no_grad():
+            staged.is_pointed_into |= mode == "remap"
             for tensor, view in zip(tensors, views, strict=True):
                 if mode == "remap" and tensor.is_contiguous():
                     replaced.append(tensor.data)
@@ -308,7 +311,11 @@ class Receiver:
     def _drop_staged(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None and staged.source is not None:
-            staged.source.close()
+            if staged.is_pointed_into:
+                # closed, it would be written again under the engine that is fenced on it
+                self._pointed_into.append(staged.source)
+            else:
+                staged.source.close()
 
 
 def receiver_of(engine: GenerationEngine) -> Receiver:

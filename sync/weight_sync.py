@@ -101,10 +101,10 @@ class WeightSync:
         """Give every engine the weights of `source` as `version`; None: one above the newest that any engine holds.
 
         `wait=False` returns once the source is staged, with a future of the report; it can be cancelled before its delivery
-        has begun, in a trainer of several ranks not at all. `timeout_s` bounds the whole: the
-        turn, staging, sending, and the commits; a source's own gathering is bounded between two tensors only. A publish
-        overtakes one before it that is still on its way: targets that have not taken that one get this one only, or that one
-        after all if this one fails before it is staged.
+        has begun, in a trainer of several ranks not at all. `timeout_s` bounds the whole: the turn, staging, sending, and the
+        commits; a source's own gathering is bounded between two tensors only. A publish overtakes one before it that is still
+        on its way: targets that have not taken that one get this one only, or that one after all if this one fails before it
+        is staged.
 
         The same version again with equal bytes reaches the engines that missed it, lifts the fence of one whose update broke
         off since, and is harmless for the others.

@@ -338,6 +338,52 @@ def test_a_commit_that_breaks_off_is_rolled_forward_or_fences_until_the_next_one
     assert footprint(folder).maps == ()
 
 
+class FailsIn:
+    """Fails in these steps, one after the other; then in none."""
+
+    def __init__(self, *steps: str) -> None:
+        self._steps = list(steps)
+
+    def prepare(self, staged: Any) -> None:
+        self._fail("prepare")
+
+    def install(self, prepared: None) -> None:
+        self._fail("install")
+
+    def _fail(self, step: str) -> None:
+        if self._steps and self._steps[0] == step:
+            self._steps.pop(0)
+            raise RuntimeError(f"{step} failed")
+
+
+def test_a_file_that_a_fenced_engine_points_into_is_not_written_before_the_engine_has_left_it(folder: Path) -> None:
+    """A remap broke off; the version after it is staged, and fails before its own."""
+    with (
+        GenerationEngine(marker_llama(), copy_weights=True) as engine,
+        WeightSync(engine, SharedMemory("remap", folder=folder), CONFIG) as weight_sync,
+    ):
+        publisher = Publisher(weight_sync, engine)
+        publisher.publish()
+        engine.call(add_derived, FailsIn("install", "install", "prepare", "prepare", "prepare")).result(30)
+        for why in ("install failed", "prepare failed"):
+            with pytest.raises(SyncError, match=why):
+                publisher.publish()
+        assert engine.state == EngineState.FENCED
+        fenced_on = bytes_of(engine.model)
+
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            mark(publisher.trainer, 9)
+            yield from publisher.trainer.named_parameters()
+            assert bytes_of(engine.model) == fenced_on
+
+        assert weight_sync.publish(watched()).fenced == ()
+        assert bytes_of(engine.model) == bytes_of(publisher.trainer)
+        for _ in range(3):
+            publisher.version = engine.version
+            publisher.publish()
+        assert len(list(folder.rglob("weights-*"))) <= 3
+
+
 # --------------------------------------------------------------------------------------------------- limits and trust
 
 
