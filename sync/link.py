@@ -75,7 +75,9 @@ class Links(list["Link"]):
     def refresh(self) -> None:
         """Who has joined a group is linked, who has left it is not any more."""
         members = {target.worker_id: target for group in self._groups for target in group.targets()}
-        self[:] = [link for link in self if link.name not in self._of_groups or link.name in members]
+        for left in [link for link in self if link.name in self._of_groups - members.keys()]:
+            left.ignore()
+            self.remove(left)
         known, self._of_groups = self._of_groups, set(members)
         self._add([(name, target) for name, target in members.items() if name not in known])
 
@@ -96,6 +98,21 @@ class Link:
         self.target = target
         self.status: TargetStatus | None = None
         """None until it has answered for the first time."""
+        self._on_join: Callable[[Link], None] | None = None
+
+    def listen(self, on_join: "Callable[[Link], None]") -> None:
+        """Have it called whenever the target has come back as a new incarnation, until `ignore`."""
+        self._on_join = on_join
+        if isinstance(self.target, JoiningTarget):
+            self.target.on_join(self._joined)
+
+    def ignore(self) -> None:
+        """What the target, which never lets go of its listeners, keeps from now on is this object alone."""
+        self._on_join = None
+
+    def _joined(self, _: object) -> None:
+        if (on_join := self._on_join) is not None:
+            on_join(self)
 
     def ask(self, claim: Claim | None) -> "Future[TargetStatus]":
         """What it holds, and whom it obeys from now on: this claim, if it may. An engine of this process answers at once,

@@ -98,9 +98,10 @@ def commit(
     return receiver_of(engine).commit(engine, ticket, mode, deadline, update_timeout_s)
 
 
-def forget(engine: GenerationEngine) -> None:
-    """Let go of what is staged and not committed, and of the memory kept for the next version."""
-    receiver_of(engine).forget()
+def forget(engine: GenerationEngine, claim: Claim | None = None) -> None:
+    """Let go of what is staged and not committed, and of the memory kept for the next version; with a claim, unless the
+    engine obeys another sender by now."""
+    receiver_of(engine).forget(claim)
 
 
 def add_derived(engine: GenerationEngine, derived: DerivedTensors) -> None:
@@ -252,7 +253,9 @@ class Receiver:
             for derived, prepared in zip(self.derived, staged.prepared, strict=True):
                 derived.install(prepared)
 
-    def forget(self) -> None:
+    def forget(self, claim: Claim | None) -> None:
+        if claim is not None and claim != self._claim:
+            return
         self._drop_staged()
         self._own = None
 

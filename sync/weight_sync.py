@@ -20,10 +20,11 @@ from sync.delivery import Delivery, Outcome, Shipment
 from sync.errors import SenderReplacedError, SyncError, SyncTimeoutError
 from sync.futures import uncancellable
 from sync.kept import Kept, Key
-from sync.link import JoiningTarget, Link, Links, Target, TargetGroup
+from sync.link import Link, Links, Target, TargetGroup
 from sync.opening import Opener, Opening, nobody
 from sync.place import Deadline, here
 from sync.ranks import ranks_of_this_process
+from sync.receiver import forget
 from sync.report import SyncReport
 from sync.routes import Router
 from sync.source import Source, WeightSource, as_source, named_tensors
@@ -31,6 +32,9 @@ from sync.staging import Staging
 from sync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
+
+FORGET_S = 1.0
+"""How long the close of a sender waits until its targets have freed what they keep for its next version."""
 
 
 class WeightSync:
@@ -82,7 +86,7 @@ class WeightSync:
         self._longest_s = 0.0  # of the limits of all publishes: how long the turn may be taken
         self._closed = False
         # last: a target that needs weights now asks for them at once, on a thread of its own
-        self._links = Links(targets if self._ranks.leads else [], self._listen)
+        self._links = Links(targets if self._ranks.leads else [], lambda link: link.listen(self._bring_up_later))
         self._opener = Opener(self._links, self._router, self._config)
 
     @overload
@@ -146,7 +150,8 @@ class WeightSync:
         return future if self._ranks.is_alone else uncancellable(future)
 
     def close(self, *, timeout_s: float = 120.0) -> None:
-        """Wait for a publish under way and free the staging. Closing twice is harmless. Raises SyncTimeoutError."""
+        """Wait for a publish under way and free the staging, here and at the targets. Closing twice is harmless. Raises
+        SyncTimeoutError."""
         check_seconds("timeout_s", timeout_s)
         self._take_turn(timeout_s, "closing waited for a publish to")
         try:
@@ -157,6 +162,11 @@ class WeightSync:
                 self._router.close()
         finally:
             self._turn.release()
+        for link in self._links:
+            link.ignore()
+        if (claim := self._opener.claim) is not None:
+            # one that is stopped forgets when it goes on
+            wait_for([link.call(forget, claim) for link in self._links], timeout=FORGET_S)
         self._committer.shutdown(wait=not self._is_delivering())
         self._joiner.shutdown(wait=False, cancel_futures=True)
         self._fencer.shutdown(wait=False, cancel_futures=True)
@@ -209,7 +219,8 @@ class WeightSync:
             future = self._committer.submit(self._ranks.share, partial(self._deliver, staged), deadline)
             unless_delivering.pop_all()
             # also when the caller cancels the future before the delivery begins
-            future.add_done_callback(lambda _: self._turn.release())
+            release = self._turn.release  # not `self`: somebody may keep the future
+            future.add_done_callback(lambda _: release())
         return future
 
     def _stage(self, source: Source, version: int | None, deadline: Deadline, timeout_s: float) -> "_Staged | None":
@@ -342,10 +353,6 @@ class WeightSync:
         )
 
     # ---------------------------------------------------------------------------------------------------------- join
-
-    def _listen(self, link: Link) -> None:
-        if isinstance(link.target, JoiningTarget):
-            link.target.on_join(lambda _: self._bring_up_later(link))
 
     def _deliver_what_was_overtaken(self) -> None:
         """Whoever was passed over for a newer version gets what is kept after all, unless one is on its way yet."""

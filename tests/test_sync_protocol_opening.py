@@ -140,4 +140,4 @@ def test_a_version_costs_the_same_number_of_calls_however_many_tensors_there_are
             weight_sync.publish({name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()})
             target.calls.clear()
             weight_sync.publish({name: torch.ones_like(tensor) * 2 for name, tensor in module.state_dict().items()})
-        assert target.calls == ["hello", "begin", *["receive"] * 4, "commit"]
+            assert target.calls == ["hello", "begin", *["receive"] * 4, "commit"]

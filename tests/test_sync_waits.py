@@ -1,17 +1,20 @@
 """Who waits for whom in a `WeightSync`: nothing waits for itself, or for what has nothing to do with it."""
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from fakes import tiny_llama, wait_until
-from fakes_sync import BUCKET_BYTES, FakeTarget, Memory, check_fleet, marked
+from fakes_sync import BUCKET_BYTES, FakeTarget, Memory, check_fleet, marked, pause_timed_out
 
 from rollout import GenerationEngine
 from sync import SyncConfig, SyncError, SyncReport, WeightSync
+from sync.receiver import receiver_of
 
 CONFIG = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.05, update_timeout_s=0.5)
 
@@ -144,3 +147,21 @@ def test_a_publish_on_the_thread_that_its_own_commit_needs_is_refused_at_once() 
             waiting.result(30)
         later = engine.call(lambda _: weight_sync.publish(trainer, wait=False)).result(30)
         assert later.result(30).version == engine.version == 1
+
+
+def test_what_a_target_keeps_of_a_sender_goes_with_that_sender_and_with_no_other() -> None:
+    target = FakeTarget("a")
+    first, second = (WeightSync(target, Memory(), CONFIG) for _ in range(2))
+    first.publish(marked(1.0))
+    target.fault_at("pause", pause_timed_out())
+    with pytest.raises(SyncError, match="the pause was not entered"):
+        second.publish(marked(2.0))
+    receiver = receiver_of(target.engine)
+    first.close()
+    assert receiver._staged is not None
+    second.close()
+    assert receiver._staged is receiver._own is None
+    gone = weakref.ref(first), weakref.ref(second)
+    del first, second
+    gc.collect()
+    assert [weight_sync() for weight_sync in gone] == [None, None], "its targets still hold it"
