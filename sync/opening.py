@@ -88,12 +88,13 @@ class Opener:
         if self._config.run_folder is not None:
             claim = opening.claim
             saved = RunRecord.load(self._config.run_folder)
-            if saved is not None and saved.run_id == claim.run_id and saved.epoch > claim.epoch:
+            # of two that claimed one epoch at the same moment, on engines apart, the one that every engine would obey
+            if saved is not None and saved.claim != claim and not claim.replaces(saved.claim):
                 raise SenderReplacedError(
-                    f"{self._config.run_folder} belongs to a newer trainer (epoch {saved.epoch} of run {saved.run_id!r}, "
-                    f"this one has {claim.epoch}); stop this trainer"
+                    f"{self._config.run_folder} belongs to a newer trainer (epoch {saved.claim.epoch} of run "
+                    f"{saved.claim.run_id!r}, this one has {claim.epoch}); stop this trainer"
                 )
-            RunRecord(run_id=claim.run_id, epoch=claim.epoch, version=opening.version).save(self._config.run_folder)
+            RunRecord(claim=claim, version=opening.version).save(self._config.run_folder)
 
     def _ask(self, deadline: Deadline, claim: Claim | None) -> dict[str, BaseException]:
         """Ask every target what it holds. Those that fail now are left out; one that is merely late is not, if it has
@@ -131,9 +132,7 @@ class Opener:
         claim = next_claim(self._config.run_id, saved, statuses)
         if folder is not None:
             # at once: a trainer that starts before this one's first version would claim the same epoch
-            RunRecord(run_id=claim.run_id, epoch=claim.epoch, version=saved.version if saved is not None else 0).save(
-                folder
-            )
+            RunRecord(claim=claim, version=saved.version if saved is not None else 0).save(folder)
         return claim
 
 

@@ -16,10 +16,9 @@ FILE_NAME = "weight_sync.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The newest epoch and version of one run."""
+    """The newest sender of a run, and its newest version."""
 
-    run_id: str
-    epoch: int
+    claim: Claim
     version: int
 
     @staticmethod
@@ -28,7 +27,11 @@ class RunRecord:
         path = folder / FILE_NAME
         try:
             fields = json.loads(path.read_text())
-            return RunRecord(run_id=str(fields["run_id"]), epoch=int(fields["epoch"]), version=int(fields["version"]))
+            claim = fields["claim"]
+            return RunRecord(
+                claim=Claim(run_id=str(claim["run_id"]), epoch=int(claim["epoch"]), sender=str(claim["sender"])),
+                version=int(fields["version"]),
+            )
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -44,7 +47,7 @@ def next_claim(run_id: str | None, saved: RunRecord | None, statuses: Iterable[T
     """The claim of a new sender: the run that is named, else that of the record, else that of the targets, else a new
     one; one epoch above all that is known of it. SyncError if a record or target belongs to another run."""
     claims = {status.claim for status in statuses if status.claim is not None}
-    known = {claim.run_id for claim in claims} | ({saved.run_id} if saved is not None else set())
+    known = {claim.run_id for claim in claims} | ({saved.claim.run_id} if saved is not None else set())
     if run_id is None:
         if len(known) > 1:
             raise SyncError(
@@ -52,13 +55,13 @@ def next_claim(run_id: str | None, saved: RunRecord | None, statuses: Iterable[T
                 "SyncConfig(run_id=...), and start new engines for it in place of the others"
             )
         run_id = next(iter(known), uuid.uuid4().hex[:12])
-    elif saved is not None and saved.run_id != run_id:
+    elif saved is not None and saved.claim.run_id != run_id:
         raise SyncError(
-            f"run_folder holds run {saved.run_id!r}, run_id is {run_id!r}; give each run a folder of its own"
+            f"run_folder holds run {saved.claim.run_id!r}, run_id is {run_id!r}; give each run a folder of its own"
         )
     epochs = [claim.epoch for claim in claims if claim.run_id == run_id]
     if saved is not None:
-        epochs.append(saved.epoch)
+        epochs.append(saved.claim.epoch)
     return Claim(run_id=run_id, epoch=1 + max(epochs, default=0), sender=uuid.uuid4().hex)
 
 

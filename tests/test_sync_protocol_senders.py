@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from sync import SyncConfig, SyncError, SyncReport, WeightSync
 from sync.errors import SenderReplacedError
 from sync.receiver import hello
+from sync.run_record import RunRecord
 from sync.ticket import Claim
 
 
@@ -133,6 +135,28 @@ def test_a_sender_that_started_on_other_engines_is_refused_by_the_run_folder(tmp
             first.publish(while_staging())
         assert second.publish(marked(3.0)).fenced == ()
         check_fleet(targets, {1: 2.0, 2: 3.0})
+
+
+@pytest.mark.parametrize("other", ["", "~"])
+def test_of_two_senders_that_claim_one_epoch_on_engines_apart_the_run_folder_lets_one_go_on(
+    tmp_path: Path, other: str
+) -> None:
+    """The one that an engine which met both would obey: names are of hexadecimal digits, which lie between these two."""
+    config = SyncConfig(bucket_bytes=BUCKET_BYTES, run_folder=tmp_path)
+    with WeightSync(target := FakeTarget("a"), Memory(), config) as weight_sync:
+
+        def while_staging() -> Iterator[tuple[str, Tensor]]:
+            record = RunRecord.load(tmp_path)
+            assert record is not None
+            replace(record, claim=replace(record.claim, sender=other)).save(tmp_path)
+            yield from items(1.0)
+
+        if other:
+            with pytest.raises(SenderReplacedError, match="belongs to a newer trainer"):
+                weight_sync.publish(while_staging())
+        else:
+            assert weight_sync.publish(while_staging()).fenced == ()
+        assert target.engine.version == (0 if other else 1)
 
 
 def test_of_two_senders_that_start_at_once_one_wins_everywhere() -> None:
