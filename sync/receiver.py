@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout import EngineState, GenerationEngine, UpdateRecord
 from sync.errors import SyncError, SyncTimeoutError
-from sync.layout import Layout, digest, empty_run
+from sync.layout import Layout, empty_run
 from sync.manifest import Manifest, held_tensors
 from sync.place import Deadline, here
 from sync.ticket import Claim, Package, TargetStatus, Ticket, refusal
@@ -31,6 +31,9 @@ class OpenCargo(Protocol):
     """A version's bytes, readable until `close`."""
 
     run: Tensor  # [layout.num_bytes] uint8
+
+    def verify(self, package: Package) -> None:
+        """SyncError unless these are the bytes that were sealed, as far as they have travelled."""
 
     def close(self) -> None: ...
 
@@ -71,9 +74,9 @@ def hello(engine: GenerationEngine, claim: Claim | None = None) -> TargetStatus:
     )
 
 
-def accept(engine: GenerationEngine, package: Package, cargo: Cargo, *, verify: bool = True) -> None:
+def accept(engine: GenerationEngine, package: Package, cargo: Cargo) -> None:
     """Stage a whole version in one step."""
-    receiver_of(engine).accept(engine, package, cargo, verify=verify)
+    receiver_of(engine).accept(engine, package, cargo)
 
 
 def begin(engine: GenerationEngine, package: Package) -> bool:
@@ -153,14 +156,12 @@ class Receiver:
                 self._claim = claim
             return self._claim, max(engine.version, self._committing)
 
-    def accept(self, engine: GenerationEngine, package: Package, cargo: Cargo, *, verify: bool) -> None:
+    def accept(self, engine: GenerationEngine, package: Package, cargo: Cargo) -> None:
         if not self._admit(engine, package):
             return
         opened = cargo.open(package.layout)
         try:
-            if verify:
-                for bucket, part in package.layout.parts(opened.run):
-                    _verify(package, bucket.index, part)
+            opened.verify(package)
         except BaseException:
             opened.close()
             raise
@@ -186,11 +187,11 @@ class Receiver:
         staged.missing.add(index)
         if part.device.type == "cpu":
             parcel.read(part)
-            _verify(staged.package, index, part)
+            staged.package.verify(index, part)
         else:
             host = empty_run(bucket.num_bytes, torch.device("cpu"))
             parcel.read(host)
-            _verify(staged.package, index, host)
+            staged.package.verify(index, host)
             part.copy_(host)
         staged.missing.discard(index)
         if not staged.missing:
@@ -339,11 +340,3 @@ def _memory_for(layout: Layout) -> Tensor:
             return empty_run(layout.num_bytes, device)
         return empty_run(layout.num_bytes, torch.device("cpu")).pin_memory()
     return empty_run(layout.num_bytes, device)
-
-
-def _verify(package: Package, index: int, part: Tensor) -> None:
-    assert package.digests is not None
-    if digest(part) != package.digests[index]:
-        raise SyncError(
-            f"bucket {index} of version {package.ticket.version} arrived with other bytes than were sent; publish again"
-        )

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from sync.errors import SenderReplacedError, SyncError
-from sync.layout import Layout
+from sync.layout import Layout, digest
 from sync.manifest import Manifest
 
 
@@ -55,6 +56,19 @@ class Package:
     layout: Layout
     digests: tuple[str, ...] | None
     """One per bucket; None where the receiver reads the sender's own memory on a device."""
+
+    def verify(self, index: int, part: Tensor) -> None:
+        """SyncError unless `part`, in host memory, has the bytes of this bucket."""
+        assert self.digests is not None
+        if digest(part) != self.digests[index]:
+            raise SyncError(
+                f"bucket {index} of version {self.ticket.version} arrived with other bytes than were sent; publish again"
+            )
+
+    def verify_all(self, run: Tensor) -> None:
+        """The same for every bucket of a whole run."""
+        for bucket, part in self.layout.parts(run):
+            self.verify(bucket.index, part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ class Disk:
             failure = error if isinstance(error, SyncError) else self._cannot_write(package, error)
             return {link.name: failed(failure) for link in links}
         cargo = StoredCargo(path=str(self._store.path), folder=folder, deadline=deadline)
-        return {link.name: link.call(_accept_stored, package, cargo) for link in links}
+        return {link.name: link.call(accept, package, cargo) for link in links}
 
     def close(self) -> None:
         """The versions stay."""
@@ -126,13 +126,13 @@ class _InMemory:
     def open(self, layout: Layout) -> "_InMemory":
         return self
 
+    def verify(self, package: Package) -> None:
+        # on a device they cannot be digested again; each tensor has been, on its way from the file
+        if self.run.device == HOST:
+            package.verify_all(self.run)
+
     def close(self) -> None:
         """The memory goes with the last that refers to it."""
-
-
-def _accept_stored(engine: GenerationEngine, package: Package, cargo: StoredCargo) -> None:
-    # On a device the bytes cannot be digested again; each tensor has been, on its way from the file.
-    accept(engine, package, cargo, verify=package.layout.manifest.device == HOST)
 
 
 def _bring_up(engine: GenerationEngine, path: str, deadline: Deadline, timeout_s: float) -> int:
@@ -148,7 +148,7 @@ def _bring_up(engine: GenerationEngine, path: str, deadline: Deadline, timeout_s
     # In another dtype these are other bytes than those that were written, so another seal.
     ticket = replace(index.ticket, seal=seal(digests))
     package = Package(ticket=ticket, layout=layout, digests=digests)
-    accept(engine, package, _InMemory(_on_device(run, layout)), verify=False)
+    accept(engine, package, _InMemory(_on_device(run, layout)))
     commit(engine, ticket, "copy", deadline, timeout_s)
     return engine.version
 
