@@ -12,6 +12,7 @@ from rollout.engine import GenerationEngine
 from rollout.errors import (
     EngineDeadError,
     EngineFencedError,
+    EngineStaleError,
     EngineStateError,
     InvalidRequestError,
     PauseTimeoutError,
@@ -35,6 +36,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "EngineFencedError",
+    "EngineStaleError",
     "EngineState",
     "EngineStateError",
     "EngineStats",

@@ -4,7 +4,8 @@ RolloutError
 ├── InvalidRequestError (also ValueError)   a request or setting that cannot work; names the value and the remedy
 ├── EngineStateError                        the engine is not in a state in which the call makes sense
 │   ├── EngineDeadError                     its generation loop died; `__cause__` is what killed it
-│   └── EngineFencedError                   it holds weights that nothing vouches for, until an update succeeds
+│   ├── EngineFencedError                   it holds weights that nothing vouches for, until an update succeeds
+│   └── EngineStaleError                    it lacks the version of a rollout that it is to go on from, until an update
 ├── PauseTimeoutError (also TimeoutError)   a phase of a live update took longer than its limit
 ├── WorkerError                             something about one worker of a fleet
 │   ├── WorkerDiedError                     its process has ended; what it had not handed over is lost
@@ -39,6 +40,11 @@ class EngineDeadError(EngineStateError):
 class EngineFencedError(EngineStateError):
     """The engine's weights are half-updated or were changed behind its back. It serves nothing until an update
     succeeds."""
+
+
+class EngineStaleError(EngineStateError):
+    """The rollout to resume has tokens of a version that this engine does not hold yet. Not the request's fault: it works
+    once the engine has been updated, and on an engine that has been."""
 
 
 class PauseTimeoutError(RolloutError, TimeoutError):

@@ -26,6 +26,7 @@ from rollout import (
     EngineConfig,
     EngineDeadError,
     EngineFencedError,
+    EngineStaleError,
     EngineState,
     EngineStateError,
     FinishReason,
@@ -275,11 +276,9 @@ def test_what_was_resumed_and_ends_before_it_runs_still_has_its_tokens() -> None
 def test_what_cannot_be_resumed_is_refused() -> None:
     with GenerationEngine(tiny_llama()) as engine:
         partial = interrupted(engine, SamplingParams(max_new_tokens=300, stop_token_ids=()))
-        newer = replace(partial, version_spans=[VersionSpan(0, 3)])
         ended = replace(partial, finish_reason=FinishReason.STOP)
         enough = SamplingParams(max_new_tokens=300)
         for rollout, prompt, params, reason in (
-            (newer, [5, 6], enough, "update the engine first"),
             (ended, [5, 6], enough, "ended by itself"),
             (partial, [5, 7], enough, "another prompt"),
             (partial, [5, 6], SamplingParams(max_new_tokens=1), "max_new_tokens"),
@@ -291,6 +290,20 @@ def test_what_cannot_be_resumed_is_refused() -> None:
             with pytest.raises(InvalidRequestError, match=reason):
                 engine.submit(prompt, params, resume_from=rollout)
         assert len(engine.submit([5, 6], GREEDY).result(30).token_ids) == 40, "what was refused has hurt the engine"
+
+
+def test_an_engine_that_lacks_the_version_of_what_it_is_to_resume_is_to_blame_and_not_the_request() -> None:
+    with GenerationEngine(tiny_llama()) as engine:
+        partial = interrupted(engine, SamplingParams(max_new_tokens=300, stop_token_ids=()))
+        newer = replace(partial, version_spans=[VersionSpan(0, 3)])
+        with pytest.raises(
+            EngineStaleError, match="of version 3, this engine is at 0; update the engine first"
+        ) as caught:
+            engine.submit([5, 6], SamplingParams(max_new_tokens=300), resume_from=newer)
+        assert not isinstance(caught.value, InvalidRequestError), "a fleet would give the sample up"
+        with engine.update(3):
+            pass
+        assert engine.submit([5, 6], SamplingParams(max_new_tokens=300), resume_from=newer).result(30).token_ids
 
 
 def with_token(rollout: Rollout, token: object) -> Rollout:

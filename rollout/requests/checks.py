@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rollout.errors import InvalidRequestError
+from rollout.errors import EngineStaleError, InvalidRequestError
 from rollout.types import FinishReason, Rollout, SamplingParams
 
 DEFAULT_NEW_TOKENS = 256
@@ -146,10 +146,10 @@ def check_partial(partial: Any, prompt_ids: list[int], params: SamplingParams, l
 
 
 def check_not_newer(partial: Rollout | None, version: int) -> None:
-    """Its newest token's version must have come to this engine."""
+    """EngineStaleError unless its newest token's version has come to this engine: it will, or another engine has it."""
     newest = None if partial is None else partial.max_version
     if newest is not None and newest > version:
-        raise InvalidRequestError(
+        raise EngineStaleError(
             f"the rollout to resume has tokens of version {newest}, this engine is at {version}; update the engine first"
         )
 

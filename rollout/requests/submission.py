@@ -30,7 +30,7 @@ class Submission:
 
     def requests(self, key: str, version: int, abort: Callable[[InFlight], bool]) -> list[InFlight]:
         """Its requests, on an engine of that version; `key` names what has no name. Their futures' cancel is `abort`.
-        InvalidRequestError if the rollout to resume is newer than the engine."""
+        EngineStaleError if the rollout to resume is newer than the engine."""
         checks.check_not_newer(self.partial, version)
         name = self.request_id if self.request_id is not None else key
         group_id = self.group_id if self.group_id is not None or not self.is_group else name

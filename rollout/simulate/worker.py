@@ -6,7 +6,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rollout.errors import InvalidRequestError, RolloutError, WorkerBusyError, WorkerDiedError, WorkerStaleError
+from rollout.errors import (
+    EngineStaleError,
+    InvalidRequestError,
+    RolloutError,
+    WorkerBusyError,
+    WorkerDiedError,
+    WorkerStaleError,
+)
 from rollout.fleet.protocols import Health
 from rollout.rollout_config import mix
 from rollout.simulate.faults import Faults
@@ -230,7 +237,7 @@ class SimulatedWorker:
             return WorkerBusyError(f"worker {self.worker_id} holds {len(self._running)} samples, and may hold no more")
         newest = None if item.resume_from is None else item.resume_from.max_version
         if newest is not None and newest > self._version:
-            return InvalidRequestError(f"it has tokens of version {newest}, this worker is at {self._version}")
+            return EngineStaleError(f"it has tokens of version {newest}, this worker is at {self._version}")
         if any(f"{item.request_id}-{n}" in self._running for n in range(item.size)) or item.request_id in self._running:
             return InvalidRequestError(f"request {item.request_id!r} is in flight already")
         return None
