@@ -1,14 +1,12 @@
 """`RolloutController`: batches of complete, rewarded groups from a fleet that never stops."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 from tqdm import tqdm
@@ -18,21 +16,24 @@ from rollout.batches.collection import GroupWork
 from rollout.batches.entries import Ending
 from rollout.batches.groups import KeepGroup, rewards_differ
 from rollout.batches.lease import Lease
-from rollout.batches.prompts import Prompt, Prompts, Rows, encode_prompt
+from rollout.batches.prompts import Prompts, Rows
 from rollout.batches.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
 from rollout.config import EngineConfig
 from rollout.engine import GenerationEngine
-from rollout.errors import EngineStateError, InvalidRequestError, RolloutStalledError
+from rollout.errors import EngineStateError, RolloutStalledError
 from rollout.fleet import checkpoint
 from rollout.fleet.checkpoint import HighestVersion
 from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.evaluation import evaluation_prompts
 from rollout.fleet.fleets import fleet_for
 from rollout.fleet.local_fleet import LocalFleet
 from rollout.fleet.loop import ThreadLoop
 from rollout.fleet.protocols import Fleet, FleetWorker, Loop
+from rollout.fleet.questions import Questions
 from rollout.fleet.report import Status, metrics_of
 from rollout.fleet.rollout_log import RolloutLog
 from rollout.fleet.scoring import Scoring
+from rollout.fleet.snapshots import note_snapshots
 from rollout.fleet.targets import FleetTarget
 from rollout.requests.checks import check_limit
 from rollout.rollout_config import RolloutConfig
@@ -42,14 +43,10 @@ from rollout.types import Rollout, SamplingParams
 if TYPE_CHECKING:
     from rollout.worker_config import WorkerConfig
 
-log = logging.getLogger("rollsync")
-
-T = TypeVar("T")
-
 STOP_TIMEOUT_S = 30.0
-SNAPSHOTS_AT_ONCE = 16
-ASK_TIMEOUT_S = 60.0
-"""How long the loop may take to answer what it answers at once."""
+STOPPED = "the controller was stopped"
+ANSWER_GRACE_S = 60.0
+"""How much longer than the limit that the loop keeps itself a caller waits for it to do so."""
 
 
 class RolloutController:
@@ -166,6 +163,7 @@ class RolloutController:
             on_version=self._highest.saw,
             on_update=self._updated,
         )
+        self._questions = Questions(self._coordinator)
         self._bar = tqdm(desc="rollouts", unit="rollout") if config.progress_bar else None
         self._life = threading.Lock()
         self._is_running = False
@@ -192,15 +190,18 @@ class RolloutController:
                 raise
             self._loop.start(self._coordinator.fail)
             self._is_running = True
-        self._ask(lambda: self._begin(workers))
+            self._questions.open()
+        self._questions.ask(lambda: self._begin(workers))
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ends generation. What is outstanding is lost unless `state_dict()` was taken. Safe to call again."""
+        """Ends generation. What is outstanding is lost unless `state_dict()` was taken. Whoever waits for a batch or another
+        answer gets an EngineStateError at once. Safe to call again."""
         with self._life:
             was_running, self._is_running, self._has_stopped = self._is_running, False, True
         if was_running:
             self._loop.stop(timeout_s)
-            self._coordinator.fail(EngineStateError("the controller was stopped"))
+            self._coordinator.fail(EngineStateError(STOPPED))
+            self._questions.close(STOPPED)
         self._release(timeout_s)
         if was_running:
             self._loop.join(timeout_s)
@@ -229,15 +230,11 @@ class RolloutController:
         soon as a watchdog sees that nothing will come; PromptsExhaustedError at the end; whatever is fatal to the fleet.
         At the end of the prompts the last batch may be short."""
         timeout_s = check_limit(timeout_s)
-        self._check_running()
-        future: Future[Lease] = Future()
         began_at = self._loop.now()
-        self._loop.call_soon(lambda: self._coordinator.next_batch(future))
+        future = self._questions.put(self._coordinator.next_batch)
         try:
             lease = self._loop.wait(future, timeout_s)
-        except TimeoutError as error:
-            if isinstance(error, RolloutStalledError):
-                raise
+        except TimeoutError:
             if not future.cancel():
                 lease = future.result()  # it came at that very moment
             else:
@@ -256,7 +253,7 @@ class RolloutController:
     def drain(self, timeout_s: float = 600.0) -> None:
         """Admits no new prompt, and returns when nothing is left to generate or reward. Ready groups can still be handed
         out; the last batch may be short. `resume()` goes on. RolloutStalledError after `timeout_s`."""
-        self._wait(self._coordinator.drain, check_limit(timeout_s), "draining")
+        self._questions.wait(self._coordinator.drain, check_limit(timeout_s), "draining")
 
     def resume(self) -> None:
         """Admits prompts again after `drain()`."""
@@ -265,11 +262,11 @@ class RolloutController:
             self._coordinator.is_draining = False
             self._coordinator.changed()
 
-        self._ask(go_on)
+        self._questions.ask(go_on)
 
     def cancel(self, group_id: str) -> None:
         """Ends a group that has not been handed out: its samples count as cancelled. InvalidRequestError if there is none."""
-        self._ask(lambda: self._coordinator.cancel(group_id))
+        self._questions.ask(lambda: self._coordinator.cancel(group_id))
 
     def evaluate(
         self,
@@ -280,23 +277,19 @@ class RolloutController:
         timeout_s: float = 600.0,
     ) -> list[Rollout]:
         """Rollouts of other prompts on the same fleet, between those of training: `num_samples` for each prompt, in order,
-        rewarded by the same function; one that failed (ERROR, after its retries) or cannot be rewarded says why in `error`. They are in no batch and in no
-        account. An update through `update()` or a publish waits for them, up to `evaluation_wait_s`."""
+        rewarded by the same function; one that failed (ERROR: after its retries, or refused by the engine) or cannot be
+        rewarded says why in `error`. They are in no batch and in no account, go before what waits of training, and an
+        update through `update()` or a publish waits for them; see `rollout.fleet.evaluation`. Raises
+        InvalidRequestError for a prompt that cannot be read, or if the engines refused every sample; RolloutStalledError
+        after `timeout_s`, and then nothing of it goes on."""
         timeout_s = check_limit(timeout_s)
         params = params if params is not None else self.config.sampling
-        ready: list[Prompt] = []
-        for number, row in enumerate(prompts):
-            try:
-                ids, metadata = encode_prompt(row, self._tokenizer)
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"evaluation prompt {number}: {error}") from None
-            ready.append(Prompt(number=number, prompt_id=f"e{number}", prompt_ids=ids, metadata=metadata))
+        ready = evaluation_prompts(prompts, self._tokenizer)
 
         def begin(future: "Future[list[Rollout]]") -> None:
-            self._coordinator.evaluations.begin(ready, params, num_samples, future)
-            self._coordinator.changed()
+            self._coordinator.evaluate(ready, params, num_samples, future)
 
-        return self._wait(begin, timeout_s, "evaluating")
+        return self._questions.wait(begin, timeout_s, "evaluating")
 
     # ----------------------------------------------------------------------------------------------------- workers
 
@@ -317,24 +310,18 @@ class RolloutController:
         """The live update of `num_workers=0`, as `engine.update`: after the evaluations that are under way, up to
         `evaluation_wait_s`, so that each result is of one version."""
         engine = self.engine
-        coordinator = self._coordinator
+        coordinator, questions = self._coordinator, self._questions
         (worker_id,) = coordinator.roster.seats
-        clear: Future[None] = Future()
 
-        def go() -> None:
-            clear.set_result(None)
+        def begin(clear: "Future[None]") -> None:
+            coordinator.commit_begins(worker_id, lambda: clear.set_result(None))
 
-        self._ask(lambda: coordinator.evaluations.before_commit(worker_id, go))
+        questions.wait(begin, self.config.evaluation_wait_s + ANSWER_GRACE_S, "waiting for evaluations")
         try:
-            try:
-                self._loop.wait(clear, self.config.evaluation_wait_s)
-            except TimeoutError:
-                self._ask(lambda: coordinator.evaluations.stop_waiting(go))
             with engine.update(version, timeout_s) as model:
                 yield model
         finally:
-            self._ask(lambda: coordinator.evaluations.after_commit(worker_id))
-        self._ask(coordinator.refresh)
+            questions.ask(lambda: coordinator.commit_ends(worker_id))
 
     def targets(self) -> list[FleetTarget]:
         """The workers, for `sync.WeightSync`."""
@@ -342,24 +329,23 @@ class RolloutController:
 
     def workers(self) -> list[FleetWorker]:
         """Those of the fleet at the moment."""
-        return self._ask(lambda: [seat.worker for seat in self._coordinator.roster.seats.values()])
+        return self._questions.ask(lambda: [seat.worker for seat in self._coordinator.roster.seats.values()])
 
     def add_worker(self) -> str:
         """One more worker; returns its id. It serves once it holds the fleet's version."""
-        self._check_running()
-        worker = self.fleet.add_worker(self._ask(self._coordinator.look))
+        worker = self.fleet.add_worker(self._questions.ask(self._coordinator.look))
         for callback in self._join_callbacks:
             self._call_on_join(worker, callback)
-        self._ask(lambda: self._coordinator.add_worker(worker))
+        self._questions.ask(lambda: self._coordinator.add_worker(worker))
         return worker.worker_id
 
     def remove_worker(self, worker_id: str, *, timeout_s: float = 60.0) -> None:
         """Takes a worker out of the fleet and stops it. What it runs goes on elsewhere, from where it is; from its last
         snapshot if it does not answer."""
         timeout_s = check_limit(timeout_s)
-        seat = self._ask(lambda: self._coordinator.remove_worker(worker_id, migrate=False))
-        self._note_snapshots([seat.worker], timeout_s)
-        self._ask(lambda: self._coordinator.remove_worker(worker_id, migrate=True))
+        seat = self._questions.ask(lambda: self._coordinator.remove_worker(worker_id, migrate=False))
+        note_snapshots([seat.worker], self._coordinator, self._questions, timeout_s)
+        self._questions.ask(lambda: self._coordinator.remove_worker(worker_id, migrate=True))
         seat.worker.stop(timeout_s)
 
     def on_join(self, callback: Callable[[FleetTarget], None]) -> None:
@@ -378,20 +364,21 @@ class RolloutController:
         """Who waits for what. JSON-safe."""
         if not self._is_running:
             return self._coordinator.status()
-        return self._ask(self._coordinator.status)
+        return self._questions.ask(self._coordinator.status)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers by the field's names: `rollout/...`, `reward/...`, `engine/...`, `trainer/...`."""
-        return self._ask(lambda: metrics_of(self._coordinator))
+        """Numbers by the field's names: `rollout/...`, `reward/...`, `engine/...`, `sync/...`, `trainer/...`. Each one is
+        explained in docs/metrics.md."""
+        return self._questions.ask(lambda: metrics_of(self._coordinator))
 
     def state_dict(self, *, snapshot_timeout_s: float = 30.0) -> dict[str, Any]:
         """JSON-safe: everything that a run needs to go on elsewhere with no prompt lost and none trained twice: the prompt
         cursor, what is outstanding with its partial rollouts, ready groups, versions, and the seed. Leases that are out
         count as not trained: acknowledge, then save this together with the weights. A worker that does not answer within
         `snapshot_timeout_s` is saved as it was at its last snapshot."""
-        self._check_running()
-        self._note_snapshots(self.workers(), check_limit(snapshot_timeout_s))
-        return self._ask(lambda: checkpoint.save(self._coordinator, self._highest))
+        timeout_s = check_limit(snapshot_timeout_s)
+        note_snapshots(self.workers(), self._coordinator, self._questions, timeout_s)
+        return self._questions.ask(lambda: checkpoint.save(self._coordinator, self._highest))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint, in a controller that has not started: over the same prompts, with the same seed. The
@@ -403,19 +390,6 @@ class RolloutController:
         self._pending_state = state
 
     # ------------------------------------------------------------------------------------------------------- inside
-
-    def _note_snapshots(self, workers: Sequence[FleetWorker], timeout_s: float) -> None:
-        pool = ThreadPoolExecutor(SNAPSHOTS_AT_ONCE, thread_name_prefix="rollsync-snapshot")
-        asked = {worker.worker_id: pool.submit(worker.snapshot) for worker in workers}
-        wait(asked.values(), timeout_s)
-        pool.shutdown(wait=False)  # whoever does not answer has a limit of its own
-        for worker_id, future in asked.items():
-            if future.cancel() or not future.done():
-                log.warning("no snapshot of worker %s within %.3g s", worker_id, timeout_s)
-            elif (error := future.exception()) is not None:
-                log.warning("no snapshot of worker %s: %s", worker_id, error)
-            else:
-                self._ask(partial(self._coordinator.on_snapshot, worker_id, future.result()))
 
     def _begin(self, workers: Sequence[FleetWorker]) -> None:
         # in one callback: the first worker alone would get all the work there is
@@ -435,34 +409,3 @@ class RolloutController:
     def _updated(self, worker_id: str, record: UpdateRecord) -> None:
         if self._log is not None:
             self._log.write_update(worker_id, record)
-
-    def _check_running(self) -> None:
-        if not self._is_running:
-            raise EngineStateError("the controller is not running; use `with controller:` or controller.start()")
-
-    def _ask(self, function: Callable[[], T]) -> T:
-        """Runs it on the loop."""
-
-        def begin(future: "Future[T]") -> None:
-            try:
-                result = function()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        return self._wait(begin, ASK_TIMEOUT_S, "asking the controller's loop")
-
-    def _wait(self, begin: "Callable[[Future[T]], None]", timeout_s: float, doing: str) -> T:
-        self._check_running()
-        if self._coordinator.fatal is not None and doing != "asking the controller's loop":
-            raise self._coordinator.fatal
-        future: Future[T] = Future()
-        self._loop.call_soon(lambda: begin(future))
-        try:
-            return self._loop.wait(future, timeout_s)
-        except TimeoutError:
-            if future.done() and not future.cancelled():
-                return future.result()
-            future.cancel()
-            raise RolloutStalledError(f"{doing} took longer than {timeout_s:g} s", self._coordinator.status()) from None

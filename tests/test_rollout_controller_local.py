@@ -3,16 +3,18 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from fakes import mark, marker_llama, tiny_llama, wait_until
 from transformers import LlamaForCausalLM
 
-from rollout import EngineConfig, InvalidRequestError, Rollout, SamplingParams
+from rollout import EngineConfig, FinishReason, GenerationEngine, InvalidRequestError, Rollout, SamplingParams
 from rollout.controller import RolloutController
 from rollout.errors import EngineStateError, RolloutStalledError
+from rollout.fleet.local_fleet import LocalFleet
+from rollout.fleet.loop import ThreadLoop
 from rollout.rollout_config import RolloutConfig
 
 PROMPTS = [[2 + n, 3, 4] for n in range(24)]
@@ -72,6 +74,7 @@ def test_every_prompt_is_trained_on_once_with_exact_versions() -> None:
         metrics = controller.metrics()
     assert trained == Counter(f"p{n}" for n in range(24))
     assert metrics["rollout/samples_consumed"] == 48
+    assert metrics["sync/updates"] == 8
     assert metrics["rollout/imbalance"] == 0
 
 
@@ -145,6 +148,17 @@ def test_a_prompt_that_does_not_fit_fails_alone() -> None:
         assert [group.prompt_id for group in controller.next_batch(timeout_s=60).groups] == ["p0", "p2"]
         assert "places in the KV cache" in controller.status()["last_failure"]
         assert controller.metrics()["rollout/samples_failed"] == 2
+
+
+def test_an_evaluation_with_a_prompt_that_does_not_fit_has_a_result_that_says_so() -> None:
+    params = SamplingParams(max_new_tokens=4, stop_token_ids=())
+    with a_controller(tiny_llama()) as controller:
+        long, short = controller.evaluate([[2] * 5000, [5, 6]], params, timeout_s=60)
+        assert long.finish_reason is FinishReason.ERROR
+        assert "places in the KV cache" in (long.error or "")
+        assert (len(short.token_ids), short.error) == (4, None)
+        with pytest.raises(InvalidRequestError, match="places in the KV cache"):
+            controller.evaluate([[2] * 5000] * 2, params, timeout_s=60)
 
 
 def test_an_evaluation_is_of_one_version_even_if_a_publish_is_asked_for_meanwhile() -> None:
@@ -223,6 +237,42 @@ def test_whoever_waits_learns_of_the_stop() -> None:
         wait_until(lambda: controller._coordinator.handout.num_waiting == 1)
     waiter.join(30)
     assert "stopped" in str(errors[0])
+
+
+class GatedLoop(ThreadLoop):
+    """What the thread called "late" asks reaches the loop only once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        if threading.current_thread().name == "late":
+            self.asked.set()
+            assert self.go.wait(60)
+        super().call_soon(callback)
+
+
+@pytest.mark.parametrize("question", ["next_batch", "metrics", "status", "drain", "state_dict"])
+def test_what_is_asked_at_the_very_moment_of_a_stop_ends_at_once(question: str) -> None:
+    loop = GatedLoop()
+    fleet = LocalFleet(GenerationEngine(tiny_llama(), EngineConfig(num_blocks=64, page_size=16)))
+    controller = RolloutController.over(fleet, PROMPTS, config=a_config(), loop=loop)
+    errors: list[str] = []
+
+    def ask() -> None:
+        try:
+            getattr(controller, question)()
+        except EngineStateError as error:
+            errors.append(str(error))
+
+    with controller:
+        asker = threading.Thread(target=ask, name="late", daemon=True)
+        asker.start()
+        assert loop.asked.wait(30)
+    loop.go.set()
+    asker.join(20)
+    assert errors == ["the controller was stopped"]
 
 
 def test_what_cannot_work_is_refused_at_once() -> None:

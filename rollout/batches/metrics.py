@@ -4,11 +4,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollout.batches.groups import RolloutGroup
+from rollout.batches.groups import FailureKind, RolloutGroup
+from rollout.batches.rewards import REWARD_ERRORS
+from rollout.status import UpdateRecord
 from rollout.types import FinishReason, Rollout
 
 RECENT_GROUPS = 512
 RECENT_LENGTHS = 4096
+RECENT_UPDATES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class GroupFacts:
     """Rollouts that ended at max_new_tokens."""
     rewards: tuple[float, ...]
     complete_s: float
-    """From admission to completion."""
+    """From admission to hand-out."""
 
 
 class RolloutMetrics:
@@ -43,6 +46,12 @@ class RolloutMetrics:
         self.num_stale = 0
         """Groups that were too old when looked at."""
         self.num_worker_deaths = 0
+        self.num_updates = 0
+        """Of all engines."""
+        self.num_straddlers = 0
+        """Requests that went on under another version, over all updates."""
+        self._pause_waits_s: deque[float] = deque(maxlen=RECENT_UPDATES)
+        self._commits_s: deque[float] = deque(maxlen=RECENT_UPDATES)
         self.waited_s = 0.0
         """How long `next_batch` was waited in."""
 
@@ -55,6 +64,13 @@ class RolloutMetrics:
         """What a reward function reported."""
         for name, value in metrics:
             self._reward_metrics.setdefault(name, deque(maxlen=RECENT_LENGTHS)).append(value)
+
+    def updated(self, record: UpdateRecord) -> None:
+        """An engine has taken a version."""
+        self.num_updates += 1
+        self.num_straddlers += record.straddlers
+        self._pause_waits_s.append(record.wait_s)
+        self._commits_s.append(record.held_s)
 
     def handed_out(self, groups: Sequence[RolloutGroup], complete_s: Sequence[float]) -> None:
         """A batch left."""
@@ -96,6 +112,12 @@ class RolloutMetrics:
             "rollout/group_completion_s_p90": _quantile([group.complete_s for group in self._groups], 0.9),
             "rollout/length_bias": length_bias(list(self._admitted_lengths), list(self._trained_lengths)),
             "rollout/worker_deaths": float(self.num_worker_deaths),
+            "sync/updates": float(self.num_updates),
+            "sync/straddlers": float(self.num_straddlers),
+            "sync/pause_wait_s_mean": _mean(self._pause_waits_s),
+            "sync/pause_wait_s_max": max(self._pause_waits_s, default=0.0),
+            "sync/commit_s_mean": _mean(self._commits_s),
+            "sync/commit_s_max": max(self._commits_s, default=0.0),
             "trainer/wait_share": min(1.0, self.waited_s / elapsed),
             "reward/mean": _mean(rewards),
             "reward/solve_none": _share([max(g.rewards) <= 0 for g in self._groups if g.rewards]),
@@ -103,8 +125,8 @@ class RolloutMetrics:
             "reward/solve_partial": _share([min(g.rewards) < max(g.rewards) for g in self._groups if g.rewards]),
         }
         values |= {f"reward/{name}": _mean(seen) for name, seen in self._reward_metrics.items()}
-        values |= {f"reward/errors_{kind}": float(count) for kind, count in self.reward_errors.items()}
-        values |= {f"rollout/failures_{kind}": float(count) for kind, count in self.failures.items()}
+        values |= {f"reward/errors_{kind}": float(self.reward_errors[kind]) for kind in REWARD_ERRORS}
+        values |= {f"rollout/failures_{kind}": float(self.failures[kind]) for kind in FailureKind}
         return values
 
 

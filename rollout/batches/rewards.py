@@ -35,9 +35,12 @@ class RewardResult:
         object.__setattr__(self, "reward", _finite(self.reward))
 
 
+REWARD_ERRORS = ("raised", "timeout", "invalid")
+
+
 class RewardError(RolloutError):
     """A reward could not be computed: its function raised, took too long, or returned what is no reward. Never taken
-    for a reward of zero. `kind` says which: "raised", "timeout" or "invalid"."""
+    for a reward of zero. `kind`, one of REWARD_ERRORS, says which."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message, kind)

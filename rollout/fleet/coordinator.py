@@ -15,7 +15,7 @@ from rollout.batches.groups import FailureKind, KeepGroup
 from rollout.batches.handout import HandOut
 from rollout.batches.lease import Lease
 from rollout.batches.metrics import RolloutMetrics
-from rollout.batches.prompts import Prompts
+from rollout.batches.prompts import Prompt, Prompts
 from rollout.errors import InvalidRequestError, RolloutStalledError, WorkerDiedError
 from rollout.fleet.admission import Admission, Outbox
 from rollout.fleet.evaluation import Evaluations
@@ -27,7 +27,7 @@ from rollout.fleet.scoring import Scoring
 from rollout.fleet.supervisor import Supervisor
 from rollout.rollout_config import RolloutConfig
 from rollout.status import UpdateRecord
-from rollout.types import Rollout
+from rollout.types import Rollout, SamplingParams
 from rollout.workers.wire import Finished, WorkerState, WorkItem
 
 log = logging.getLogger("rollsync")
@@ -56,9 +56,15 @@ class Coordinator:
         self.collection = Collection(config, keep_group, on_end)
         self.metrics = RolloutMetrics(loop.now())
         self.roster = Roster(self._load, config.max_samples_per_worker, loop.now)
-        self.evaluations = Evaluations(self.roster, scoring, config.max_infra_retries)
+        self.evaluations = Evaluations(
+            self.roster,
+            scoring,
+            max_retries=config.max_infra_retries,
+            wait_s=config.evaluation_wait_s,
+            call_later=loop.call_later,
+        )
         self.admission = Admission(self.collection, self.roster, prompts, config, loop.now)
-        self.supervisor = Supervisor(loop, self.roster, self.collection, config, self.changed, on_update)
+        self.supervisor = Supervisor(loop, self.roster, self.collection, config, self.changed, self._updated)
         self._suspected: set[int] = set()  # numbers of groups that may have become too old
         self.judge = Judge(
             self.collection,
@@ -76,6 +82,7 @@ class Coordinator:
         self.fatal: BaseException | None = None
         self._scoring = scoring
         self._on_version = on_version
+        self._on_update = on_update
         self._drained: list[Future[None]] = []
         self._turn_is_due = False
         self._checked_version = 0
@@ -114,8 +121,31 @@ class Coordinator:
 
     def drain(self, future: "Future[None]") -> None:
         """Admits nothing more; resolves when nothing is queued, runs or waits for a reward."""
+        if self.fatal is not None:
+            future.set_exception(self.fatal)
+            return
         self.is_draining = True
         self._drained.append(future)
+        self.changed()
+
+    def evaluate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, num_samples: int, future: "Future[list[Rollout]]"
+    ) -> None:
+        """Resolves with a rollout for each prompt and sample."""
+        if self.fatal is not None:
+            future.set_exception(self.fatal)
+            return
+        self.evaluations.begin(prompts, params, num_samples, future)
+        self.changed()
+
+    def commit_begins(self, worker_id: str, go: Callable[[], None]) -> None:
+        """Calls `go` once the worker's weights may change; see `rollout.fleet.evaluation`."""
+        self.evaluations.before_commit(worker_id, go)
+
+    def commit_ends(self, worker_id: str) -> None:
+        """It may hold another version now, and may evaluate again."""
+        self.evaluations.after_commit(worker_id)
+        self.refresh()
         self.changed()
 
     def fail(self, error: BaseException) -> None:
@@ -289,14 +319,19 @@ class Coordinator:
 
     def _tell_cancelled(self) -> None:
         by_worker: dict[str, list[str]] = {}
-        for worker_id, sample_id in self.collection.cancelled:
-            by_worker.setdefault(worker_id, []).append(sample_id)
-        self.collection.cancelled.clear()
+        for cancelled in (self.collection.cancelled, self.evaluations.cancelled):
+            for worker_id, sample_id in cancelled:
+                by_worker.setdefault(worker_id, []).append(sample_id)
+            cancelled.clear()
         for worker_id, sample_ids in by_worker.items():
             seat = self.roster.seats.get(worker_id)
             if seat is not None:
                 seat.link.cancel(sample_ids)
                 self.roster.touch(worker_id)
+
+    def _updated(self, worker_id: str, record: UpdateRecord) -> None:
+        self.metrics.updated(record)
+        self._on_update(worker_id, record)
 
     def _finish_drain(self) -> None:
         under_way = (SampleState.QUEUED, SampleState.RUNNING, SampleState.REWARDING)

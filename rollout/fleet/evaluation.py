@@ -1,12 +1,21 @@
-"""Evaluation on the fleet that trains: other prompts, between the rollouts, outside their books."""
+"""Evaluation on the fleet that trains: other prompts, between the rollouts, outside their books.
+
+An evaluation goes first: while a sample of it waits, it gets the next place that is free on a worker, before any sample of
+training. What is on a worker already is not interrupted, so with `max_samples_per_worker` an evaluation begins as soon as
+samples end, and without it the engine puts it behind what it was given before.
+
+A commit waits for the evaluation on its worker, up to `evaluation_wait_s`, and that worker gets no new evaluation until the
+commit has ended: each result is of one version, unless that took too long. Then its spans say so.
+"""
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from rollout.batches.prompts import Prompt
+from rollout.batches.prompts import Prompt, Tokenizer, encode_prompt
 from rollout.batches.rewards import RewardError, RewardResult
 from rollout.errors import InvalidRequestError
 from rollout.fleet.roster import Roster
@@ -24,6 +33,8 @@ class EvaluationRun:
     future: "Future[list[Rollout]]"
     results: dict[int, Rollout] = field(default_factory=dict)  # by position
     size: int
+    refusals: list[InvalidRequestError] = field(default_factory=list)
+    """Of samples that can never work."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,10 +50,23 @@ class _Task:
 class Evaluations:
     """The samples of every evaluation under way: queued, on a worker, or waiting for their reward."""
 
-    def __init__(self, roster: Roster, scoring: Scoring, max_retries: int) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        scoring: Scoring,
+        *,
+        max_retries: int,
+        wait_s: float,
+        call_later: Callable[[float, Callable[[], None]], None],
+    ) -> None:
+        """`max_retries`: of one sample. `wait_s`: how long a commit waits for what its worker evaluates."""
+        self.cancelled: list[tuple[str, str]] = []
+        """(worker, request) of what runs and is not waited for any more; the coordinator tells the workers."""
         self._roster = roster
         self._scoring = scoring
         self._max_retries = max_retries
+        self._wait_s = wait_s
+        self._call_later = call_later
         self._numbers = itertools.count()
         self._queued: deque[_Task] = deque()
         self._running: dict[str, _Task] = {}  # by request id
@@ -59,10 +83,6 @@ class Evaluations:
         self, prompts: Sequence[Prompt], params: SamplingParams, num_samples: int, future: "Future[list[Rollout]]"
     ) -> None:
         """Queues an evaluation; the future gets its rollouts, by prompt and sample."""
-        bad = next((prompt.error for prompt in prompts if prompt.error is not None), None)
-        if bad is not None:
-            future.set_exception(InvalidRequestError(bad))
-            return
         number = next(self._numbers)
         run = EvaluationRun(future=future, size=len(prompts) * num_samples)
         self._runs.append(run)
@@ -78,17 +98,14 @@ class Evaluations:
         self._check(run)
 
     def dispatch(self, outbox: dict[str, list[WorkItem]], version: int) -> None:
-        """What is queued goes to whoever can take it."""
-        for _ in range(len(self._queued)):
-            seat = self._roster.least_loaded(1, version)
+        """What is queued goes to whoever can take it; what nobody waits for any more is given up."""
+        for run in [run for run in self._runs if run.future.done()]:
+            self._drop(run)
+        while self._queued:
+            seat = self._roster.least_loaded(1, version, barred=self._held)
             if seat is None:
                 return
             task = self._queued.popleft()
-            if task.run.future.done():
-                continue
-            if seat.worker_id in self._held:
-                self._queued.append(task)
-                continue
             task.worker_id = seat.worker_id
             self._running[task.item.request_id] = task
             self._by_worker[seat.worker_id] = self.num_on(seat.worker_id) + 1
@@ -112,13 +129,14 @@ class Evaluations:
         return True
 
     def refused(self, item: WorkItem, error: Exception) -> bool:
-        """Whether the item is of an evaluation; if so it is queued again, or its evaluation ends with the error."""
+        """Whether the item is of an evaluation; if so it is queued again, or ends with the error if it can never work."""
         task = self._running.get(item.request_id)
         if task is None:
             return False
         self._release(task)
         if isinstance(error, InvalidRequestError):
-            self._end(task.run, error)
+            task.run.refusals.append(error)
+            self._fail(task, str(error), None)
         else:
             self._queued.appendleft(task)
         return True
@@ -130,18 +148,15 @@ class Evaluations:
             self._retry(task, str(error), None)
 
     def before_commit(self, worker_id: str, go: Callable[[], None]) -> None:
-        """Calls `go` once the worker evaluates nothing; until `after_commit` it gets no new evaluation."""
+        """Calls `go` once the worker evaluates nothing, or the limit is up; until `after_commit` it gets no new
+        evaluation."""
         self._held[worker_id] = self._held.get(worker_id, 0) + 1
-        self._waiting.append((worker_id, go))
-        self._let_commit(worker_id)
-
-    def stop_waiting(self, go: Callable[[], None]) -> None:
-        """The limit is up: calls it now, if it has not been called."""
-        for entry in self._waiting:
-            if entry[1] is go:
-                self._waiting.remove(entry)
-                go()
-                return
+        if not self.num_on(worker_id):
+            go()
+            return
+        entry = (worker_id, go)
+        self._waiting.append(entry)
+        self._call_later(self._wait_s, lambda: self._stop_waiting(entry))
 
     def after_commit(self, worker_id: str) -> None:
         """It may evaluate again."""
@@ -152,7 +167,9 @@ class Evaluations:
     def fail(self, error: BaseException) -> None:
         """Every evaluation ends with the error."""
         for run in list(self._runs):
-            self._end(run, error)
+            self._drop(run)
+            if run.future.set_running_or_notify_cancel():
+                run.future.set_exception(error)
 
     def _scored(self, task: _Task, rollout: Rollout, result: RewardResult | None, error: RewardError | None) -> None:
         if error is not None:
@@ -167,7 +184,10 @@ class Evaluations:
         if task.num_failures <= self._max_retries:
             task.item = replace(task.item, attempt=task.item.attempt + 1)
             self._queued.appendleft(task)
-            return
+        else:
+            self._fail(task, error, rollout)
+
+    def _fail(self, task: _Task, error: str, rollout: Rollout | None) -> None:
         rollout = rollout if rollout is not None else _nothing(task.item)
         ended = replace(rollout, metadata=task.metadata, finish_reason=FinishReason.ERROR, error=error)
         task.run.results[task.position] = ended
@@ -182,6 +202,11 @@ class Evaluations:
         self._roster.touch(worker_id)
         self._let_commit(worker_id)
 
+    def _stop_waiting(self, entry: tuple[str, Callable[[], None]]) -> None:
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+            entry[1]()
+
     def _let_commit(self, worker_id: str) -> None:
         if self.num_on(worker_id):
             return
@@ -191,14 +216,35 @@ class Evaluations:
             go()
 
     def _check(self, run: EvaluationRun) -> None:
-        if len(run.results) == run.size and not run.future.done():
-            self._runs.remove(run)
+        if len(run.results) < run.size or run not in self._runs:
+            return
+        self._runs.remove(run)
+        if not run.future.set_running_or_notify_cancel():
+            return
+        if run.refusals and len(run.refusals) == run.size:
+            run.future.set_exception(run.refusals[0])
+        else:
             run.future.set_result([run.results[position] for position in range(run.size)])
 
-    def _end(self, run: EvaluationRun, error: BaseException) -> None:
-        if run in self._runs:
-            self._runs.remove(run)
-            run.future.set_exception(error)
+    def _drop(self, run: EvaluationRun) -> None:
+        self._runs.remove(run)
+        self._queued = deque(task for task in self._queued if task.run is not run)
+        for task in [task for task in self._running.values() if task.run is run]:
+            assert task.worker_id is not None
+            self.cancelled.append((task.worker_id, task.item.request_id))
+            self._release(task)
+
+
+def evaluation_prompts(rows: Sequence[Any], tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Prompts as a controller takes them, named by their places. InvalidRequestError names the first that cannot be read."""
+    prompts: list[Prompt] = []
+    for number, row in enumerate(rows):
+        try:
+            ids, metadata = encode_prompt(row, tokenizer)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"evaluation prompt {number}: {error}") from None
+        prompts.append(Prompt(number=number, prompt_id=f"e{number}", prompt_ids=ids, metadata=metadata))
+    return prompts
 
 
 def _nothing(item: WorkItem) -> Rollout:

@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from rollout.fleet.protocols import FleetWorker, Link
@@ -89,8 +89,8 @@ class Roster:
             and seat.busy_until <= self._now()
         )
 
-    def least_loaded(self, size: int, version: int) -> Seat | None:
-        """The worker with the fewest samples that can take `size` more; None if there is none."""
+    def least_loaded(self, size: int, version: int, *, barred: Container[str] = ()) -> Seat | None:
+        """The worker with the fewest samples that can take `size` more, but none of `barred`; None if there is none."""
         passed: list[tuple[int, int, str]] = []
         found: Seat | None = None
         while self._heap:
@@ -102,7 +102,7 @@ class Roster:
                 continue
             if load and load + size > self._capacity:
                 break  # nobody has less
-            if self.serves(seat, version):
+            if self.serves(seat, version) and worker_id not in barred:
                 found = seat
                 break
             # not now; it is looked at again when it is touched

@@ -46,7 +46,6 @@ class FleetTarget:
 
         def end(inner: "Future[Any]") -> None:
             after()
-            loop.call_soon(self._coordinator.refresh)  # it may hold another version now
             error = inner.exception() if not inner.cancelled() else EngineStateError("the engine was stopped")
             if error is not None:
                 outer.set_exception(error)
@@ -54,16 +53,9 @@ class FleetTarget:
                 outer.set_result(inner.result())
 
         def after() -> None:
-            loop.call_soon(partial(self._coordinator.evaluations.after_commit, self.worker_id))
+            loop.call_soon(partial(self._coordinator.commit_ends, self.worker_id))
 
-        def begin() -> None:
-            self._coordinator.evaluations.before_commit(self.worker_id, go)
-            loop.call_later(
-                self._coordinator.config.evaluation_wait_s,
-                partial(self._coordinator.evaluations.stop_waiting, go),
-            )
-
-        loop.call_soon(begin)
+        loop.call_soon(partial(self._coordinator.commit_begins, self.worker_id, go))
         return outer
 
     def on_join(self, callback: Callable[[Any], None]) -> None:

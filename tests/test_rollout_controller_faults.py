@@ -1,0 +1,183 @@
+"""The real controller over simulated fleets that die, stand still and err: nobody lost, nobody doubled."""
+
+from collections import Counter
+
+import pytest
+from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, check_rollouts, number_of, reward
+
+from rollout import InvalidRequestError, Rollout, WorkerDiedError
+from rollout.batches.lease import Lease
+from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
+from rollout.workers.wire import WorkerState
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_prompt_is_lost_or_doubled_whatever_dies(seed: int) -> None:
+    """verl#7938: budgets come from the ledger's states, so that nothing is counted twice."""
+    faults = Faults(
+        seconds_between_deaths=6.0,
+        freezes={"w1": ((20.0, 5.0), (100.0, 90.0))},
+        error_rate=0.05,
+        duplicate_rate=0.1,
+        late_rate=0.1,
+    )
+    fleet = a_fleet(faults=faults, restart_s=5.0, stagger_s=1.0, seed=seed)
+    config = a_config(max_staleness=2, max_infra_retries=50, worker_restarts=500, snapshot_every_s=4.0)
+    trained: Counter[int] = Counter()
+    with fleet.controller(PROMPTS[:80], reward, config=config) as controller:
+
+        def check(lease: Lease) -> None:
+            check_rollouts(lease)
+            check_books(controller)
+            assert all(len(group) == 4 for group in lease.groups)
+            trained.update(number_of(group.group_id) for group in lease.groups)
+
+        records = SimulatedTrainer(controller, fleet, step_s=3.0, on_batch=check).run(100)
+        metrics = controller.metrics()
+        check_books(controller)
+    assert trained == Counter(range(80))
+    assert max(record.staleness for record in records) <= 2
+    assert metrics["rollout/worker_deaths"] > 0
+    assert metrics["rollout/duplicate_results"] > 0
+    assert metrics["rollout/late_results"] > 0
+    assert metrics["rollout/attempts_lost"] > 0
+
+
+def test_a_rollout_goes_on_from_the_last_snapshot_of_a_worker_that_died() -> None:
+    def run(snapshot_every_s: float | None) -> tuple[list[Rollout], float]:
+        fleet = a_fleet(2, lengths=ConstantLengths(tokens=900), faults=Faults(deaths={"w0": (15.0,)}))
+        config = a_config(prompts_per_step=2, snapshot_every_s=snapshot_every_s)
+        with fleet.controller(PROMPTS[:2], reward, config=config) as controller:
+            fleet.loop.advance(8.0)
+            fleet.publish()
+            lease = controller.next_batch(timeout_s=1000)
+            check_rollouts(lease)
+            return lease.rollouts, fleet.loop.now()
+
+    resumed, resumed_at = run(5.0)
+    afresh, afresh_at = run(None)
+    assert [len(rollout.token_ids) for rollout in resumed] == [900] * 8
+    assert resumed_at < afresh_at - 5.0
+    moved = [rollout for rollout in resumed if rollout.attempt == 1]
+    assert len(moved) == 4
+    assert all([span.version for span in rollout.version_spans] == [0, 1] for rollout in moved)
+    assert all(rollout.versions == [1] * 900 for rollout in afresh if rollout.attempt == 1)
+
+
+def test_a_worker_that_comes_back_serves_nothing_before_it_holds_the_fleets_version() -> None:
+    fleet = a_fleet(2, faults=Faults(deaths={"w0": (10.0,)}), restart_s=5.0, join_s=30.0)
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        fleet.loop.advance(5.0)
+        fleet.publish()
+        fleet.loop.advance(20.0)
+        status = controller.status()
+        assert status["workers"]["w0"]["state"] == "stale"
+        assert status["workers"]["w0"]["samples"] == 0
+        trainer = SimulatedTrainer(controller, fleet, step_s=3.0, on_batch=check_rollouts)
+        trainer.run(5)
+        fleet.loop.advance(40.0)
+        trainer.run(5)
+        assert controller.status()["workers"]["w0"]["state"] == "healthy"
+
+
+def test_a_worker_that_stands_still_is_replaced_and_its_work_goes_on_elsewhere() -> None:
+    fleet = a_fleet(2, faults=Faults(freezes={"w0": ((2.0, 10_000.0),)}))
+    config = a_config(suspect_limit_s=30.0, snapshot_every_s=1.0)
+    with fleet.controller(PROMPTS[:8], reward, config=config) as controller:
+        records = SimulatedTrainer(controller, fleet, step_s=1.0, on_batch=check_rollouts).run(10)
+        assert sum(len(record.group_ids) for record in records) == 8
+        fleet.loop.advance(60.0)
+        assert controller.status()["workers"]["w0"]["incarnation"] == 1
+
+
+def test_a_worker_that_was_given_up_is_given_nothing_even_if_it_moves_again() -> None:
+    fleet = a_fleet(2, faults=Faults(freezes={"w0": ((2.0, 60.0),)}), restart_s=1000.0)
+    with fleet.controller(PROMPTS, reward, config=a_config(suspect_limit_s=20.0)) as controller:
+        fleet.loop.advance(200.0)
+        assert fleet.workers["w0"].health().state is WorkerState.HEALTHY
+        assert controller.status()["workers"]["w0"]["state"] == "restarting"
+        SimulatedTrainer(controller, fleet, step_s=1.0).run(3)
+        assert controller.status()["workers"]["w0"]["samples"] == 0
+
+
+def test_no_worker_has_more_samples_than_it_may() -> None:
+    fleet = a_fleet(2)
+    most = 0
+    config = a_config(max_samples_per_worker=8, max_staleness=3)
+    with fleet.controller(PROMPTS, reward, config=config) as controller:
+        for _ in range(200):
+            fleet.loop.advance(0.5)
+            most = max(most, *(len(worker._running) for worker in fleet.workers.values()))
+        assert len(controller.next_batch(timeout_s=500).groups) == 4
+    assert most == 8
+
+
+def test_a_failed_sample_is_tried_again_alone_and_its_siblings_stay() -> None:
+    """miles#2800, trl#7176: one failed sample does not discard the others."""
+    fleet = a_fleet(faults=Faults(error_rate=0.3))
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        attempts: Counter[int] = Counter()
+        SimulatedTrainer(
+            controller, fleet, step_s=3.0, on_batch=lambda lease: attempts.update(r.attempt for r in lease.rollouts)
+        ).run(10)
+        metrics = controller.metrics()
+    assert set(attempts) == {0, 1}
+    assert metrics["rollout/samples_failed"] == 0
+    assert metrics["rollout/failures_infra"] >= attempts[1]
+
+
+def test_when_no_worker_is_left_next_batch_says_so() -> None:
+    fleet = a_fleet(1, faults=Faults(deaths={"w0": (1.0, 3.0, 5.0)}), restart_s=0.5, join_s=0.1)
+    with (
+        fleet.controller(PROMPTS, reward, config=a_config(worker_restarts=1)) as controller,
+        pytest.raises(WorkerDiedError, match="no worker is left"),
+    ):
+        controller.next_batch(timeout_s=100)
+
+
+def test_workers_come_and_go_while_it_runs() -> None:
+    fleet = a_fleet(2)
+    with fleet.controller(PROMPTS[:60], reward, config=a_config()) as controller:
+        trainer = SimulatedTrainer(controller, fleet, step_s=3.0, on_batch=check_rollouts)
+        records = trainer.run(3)
+        assert controller.add_worker() == "w2"
+        records += trainer.run(3)
+        assert controller.status()["workers"]["w2"]["samples"] > 0
+        controller.remove_worker("w0")
+        with pytest.raises(InvalidRequestError, match="no worker 'w0'"):
+            controller.remove_worker("w0")
+        records += trainer.run(100)
+        assert sorted(controller.status()["workers"]) == ["w1", "w2"]
+        check_books(controller)
+    assert Counter(group for record in records for group in record.group_ids) == Counter(f"g{n}" for n in range(60))
+
+
+def test_a_worker_that_is_full_is_left_alone_for_a_while_and_nothing_is_lost() -> None:
+    fleet = a_fleet(2, max_outstanding=6)
+    with fleet.controller(PROMPTS[:12], reward, config=a_config()) as controller:
+        records = SimulatedTrainer(controller, fleet, step_s=3.0, on_batch=check_rollouts).run(10)
+        metrics = controller.metrics()
+        check_books(controller)
+    assert sum(len(record.group_ids) for record in records) == 12
+    assert metrics["rollout/attempts_lost"] > 0, "it refused some"
+    assert metrics["rollout/failures_infra"] == 0, "being full is no failure"
+    assert metrics["rollout/attempts_lost"] < 20 * fleet.loop.now(), "it was not asked without end"
+
+
+def test_whoever_brings_weights_hears_of_each_worker_that_lacks_them() -> None:
+    fleet = a_fleet(2, faults=Faults(deaths={"w1": (5.0,)}), restart_s=2.0)
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        joined: list[str] = []
+        controller.on_join(lambda target: joined.append(target.worker_id))
+        fleet.loop.advance(20.0)
+        assert joined == ["w1"]
+
+
+def test_a_worker_that_does_not_answer_can_be_removed_too() -> None:
+    fleet = a_fleet(2, faults=Faults(deaths={"w0": (4.0,)}), restart_s=1e6)
+    with fleet.controller(PROMPTS[:8], reward, config=a_config(snapshot_every_s=1.0)) as controller:
+        fleet.loop.advance(10.0)
+        controller.remove_worker("w0")
+        records = SimulatedTrainer(controller, fleet, step_s=1.0, on_batch=check_rollouts).run(10)
+        assert sum(len(record.group_ids) for record in records) == 8
+        check_books(controller)
