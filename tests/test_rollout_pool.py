@@ -1,14 +1,15 @@
-"""The controller over real workers in processes of their own: nobody lost, nobody doubled, whoever is killed."""
+"""The controller over real workers in processes of their own: they come, go and are placed; nobody is lost or doubled."""
 
 import contextlib
 import os
-import random
 import signal
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import worker_jobs
 from fakes import mark, marker_llama, tiny_llama, wait_until
@@ -69,33 +70,6 @@ def publish(controller: RolloutController, version: int) -> None:
         with contextlib.suppress(WorkerError):  # it dies, or is dead
             took.append(target.call(worker_jobs.publish, version).result(60))
     assert took
-
-
-def test_no_prompt_is_lost_or_doubled_and_no_version_is_wrong_whoever_is_killed(local_ray: str) -> None:
-    noise = random.Random(0)
-    trained: Counter[str] = Counter()
-    version = 0
-    with a_controller(30) as controller:
-        pids = {worker.health().pid for worker in controller.workers()}
-        controller.on_join(lambda target: target.call(worker_jobs.publish, controller.version).result(60))
-        for step in range(10):
-            with controller.next_batch(timeout_s=BATCH_S) as lease:
-                check(lease)
-                trained.update(group.prompt_id for group in lease.groups)
-                if step in (1, 4):
-                    victim = noise.choice(controller.workers())
-                    if victim.health().state is WorkerState.HEALTHY:
-                        os.kill(victim.health().pid, signal.SIGKILL)
-            version += 1
-            publish(controller, version)
-            assert controller.metrics()["rollout/imbalance"] == 0
-        metrics = controller.metrics()
-        pids |= {worker.health().pid for worker in controller.workers()}
-        wait_until(lambda: all(w.health().state is WorkerState.HEALTHY for w in controller.workers()), BATCH_S)
-    assert trained == Counter(f"p{n}" for n in range(30))
-    assert metrics["rollout/worker_deaths"] >= 1
-    assert metrics["rollout/samples_failed"] == metrics["rollout/samples_expired"] == 0
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 def test_a_weight_sync_over_a_controller_reaches_whoever_is_there(local_ray: str) -> None:
@@ -170,3 +144,20 @@ def test_settings_of_a_fleet_that_cannot_work_are_refused() -> None:
         RayFleet(WorkerConfig(model=tiny_llama), 0)
     with pytest.raises(InvalidRequestError, match="book nothing"):
         RayFleet(WorkerConfig(model=tiny_llama, num_cpus=0), 1, placement="SPREAD")
+
+
+@pytest.mark.slow
+def test_a_fleet_on_two_nodes_trains_every_prompt_once_while_workers_come_go_and_die() -> None:
+    """Spread over the nodes of a cluster, in a driver of its own."""
+    tests = Path(__file__).resolve().parent
+    path = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, str(tests / "fleet_nodes.py")],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "every prompt once, on both nodes" in ran.stdout
