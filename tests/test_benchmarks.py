@@ -1,7 +1,10 @@
 """Each benchmark starts as its docstring says."""
 
+import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,3 +21,32 @@ def test_it_says_how_it_is_used(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def fleet_main() -> Callable[[list[str]], None]:
+    main: Callable[[list[str]], None] = runpy.run_path(str(BENCHMARKS / "fleet.py"))["main"]
+    return main
+
+
+def test_the_fleets_staleness_is_a_table_and_a_plot(
+    fleet_main: Callable[[list[str]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet_main(["staleness", "--steps", "2", "--plot", str(tmp_path / "staleness.png")])
+    rows = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows == ["| max_staleness", "| 0", "| 1", "| 2", "| 4"]
+    assert (tmp_path / "staleness.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        (["overhead", "--tokens", "20", "--workers", "1", "2"], r"^\| 2 \| \d+ \| \d+ \| \d+ \|"),
+        (["memory", "--rollouts", "10000"], r"^\| 1\d{4} \| \d+ \|"),
+    ],
+)
+def test_the_fleets_other_tables_have_their_rows(
+    fleet_main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], arguments: list[str], row: str
+) -> None:
+    fleet_main(arguments)
+    assert re.search(row, capsys.readouterr().out, flags=re.MULTILINE)
