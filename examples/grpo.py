@@ -18,18 +18,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from questions import Questions
 from run_folder import RunFolder
 from smollm2 import ModelNotFoundError, load_model
 from tasks import DEFAULT_TASK, TASKS, Task
 
-from rollout import EngineConfig, FinishReason, GenerationEngine, Rollout, RolloutError, SamplingParams
+from rollout import EngineConfig, GenerationEngine, RolloutError
 from trainer_adapters import group_advantages, grpo_loss, pad_rollouts, token_logprobs
 
 MAX_GRAD_NORM = 1.0
@@ -68,15 +67,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run: RunFolder) -> None:
     """Each step: collect its groups, run them backward one by one, step inside a live update."""
     num_groups = args.prompts_per_step
-    prompts = Prompts(tokenizer, task, task.dataset(seed=args.seed, size=args.steps * num_groups), args)
+    questions = Questions(task, tokenizer, seed=args.seed, size=args.steps * num_groups)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     model.train()
     with GenerationEngine(model, EngineConfig(num_threads=args.threads)) as engine:
-        queue = deque(prompts.submit(engine, number) for number in range(num_groups))
+
+        def submit(number: int) -> tuple[int, Any]:
+            sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+            return number, questions.submit(engine, number, size=args.group_size, **sampling)
+
+        queue = deque(submit(number) for number in range(num_groups))
         for step in range(1, args.steps + 1):
             started_at = time.monotonic()
-            groups = [prompts.collect(queue.popleft()) for _ in range(num_groups)]
+            groups = [questions.graded(*queue.popleft()) for _ in range(num_groups)]
             rollouts = [rollout for group in groups for rollout in group]
             trained_version = engine.version
             run.write_rollouts(rollouts, step=step, trained_version=trained_version)
@@ -100,7 +104,7 @@ def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run:
                     )
                     (loss * loss_metrics.num_tokens / num_tokens).backward()
                 if (number := step * num_groups + position) < args.steps * num_groups:
-                    queue.append(prompts.submit(engine, number))
+                    queue.append(submit(number))
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             with engine.update(timeout_s=UPDATE_TIMEOUT_S):
                 optimizer.step()
@@ -124,56 +128,6 @@ def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run:
                     "seconds": seconds,
                 }
             )
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The task's prompts on their way to the engine, and its rollouts, with rewards, on their way back."""
-
-    tokenizer: Any
-    task: Task
-    data: Any
-    args: argparse.Namespace
-
-    def submit(self, engine: GenerationEngine, number: int) -> Sequence[Future[Rollout]]:
-        """Queues the group of prompt `number`, which is prefilled once."""
-        text = self.prompt_text(self.data[number]["question"])
-        # A chat template writes its own special tokens.
-        ids = self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
-        name = f"{self.task.name}-{number}"
-        params = SamplingParams(
-            max_new_tokens=self.args.max_new_tokens,
-            temperature=self.args.temperature,
-            seed=(self.args.seed << 32) + number,
-        )
-        return engine.submit_group(
-            ids,
-            params,
-            size=self.args.group_size,
-            request_id=name,
-            group_id=name,
-            prompt_id=name,
-            metadata={"number": number, "prompt": text},
-        )
-
-    def collect(self, futures: Sequence[Future[Rollout]]) -> list[Rollout]:
-        """Waits for a group. Its rewards are the verifier's scores of the answers extracted from the texts."""
-        return [self.score(future.result()) for future in futures]
-
-    def score(self, rollout: Rollout) -> Rollout:
-        if rollout.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise RolloutError(f"rollout {rollout.rollout_id} ended with {rollout.finish_reason}: {rollout.error}")
-        entry = self.data[rollout.metadata["number"]]
-        text = rollout.text(self.tokenizer)
-        answer = self.task.extract(text)
-        metadata = {**rollout.metadata, "solution": entry["answer"], "answer": answer}
-        return replace(rollout, reward=float(self.data.score_answer(answer, entry)), metadata=metadata)
-
-    def prompt_text(self, question: str) -> str:
-        if self.tokenizer.chat_template is None:
-            return f"{self.task.instruction}\n{question}\n"
-        messages = [{"role": "system", "content": self.task.instruction}, {"role": "user", "content": question}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 class OneLineParser(argparse.ArgumentParser):

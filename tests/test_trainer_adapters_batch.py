@@ -94,6 +94,16 @@ def test_to_moves_every_tensor_and_keeps_the_ids() -> None:
     assert moved.rollout_ids == ("a",)
 
 
+def test_rows_of_a_batch_keep_their_tensors_and_their_ids() -> None:
+    batch = pad_rollouts([[rollout("a", [1], [2]), rollout("b", [1], [3, 4]), rollout("c", [1], [5])]], pad_id=0)
+    part = batch.rows(torch.tensor([2, 0]))
+    assert part.rollout_ids == ("c", "a")
+    for name, tensor in vars(part).items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(tensor, getattr(batch, name)[[2, 0]])
+    assert torch.equal(part.targets, batch.targets[[2, 0]])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -48,6 +48,11 @@ class RolloutBatch:
         """[B, T-1] int64: the token that each position predicts."""
         return self.input_ids[:, 1:]
 
+    def rows(self, index: Tensor) -> "RolloutBatch":
+        """The rows at `index` [n] int64, in that order and as wide as they are here, as for a minibatch."""
+        tensors: dict[str, Any] = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, rollout_ids=tuple(self.rollout_ids[i] for i in index.tolist()), **tensors)
+
     def to(self, device: torch.device | str) -> "RolloutBatch":
         """The same batch on another device."""
         tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
