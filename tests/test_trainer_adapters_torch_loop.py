@@ -50,12 +50,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize(("every", "published"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (8, [])])
-def test_publishes_the_new_weights_after_every_nth_step(every: int, published: list[float]) -> None:
+def test_publishes_at_the_start_and_after_every_nth_step(every: int, published: list[float]) -> None:
     (model, optimizer), publisher = counter(), Publisher()
     with SyncOnStep(publisher, PolicyView(model), optimizer, every_n_steps=every):
         for _ in range(7):
             step(model, optimizer)
-    assert publisher.published == published
+    assert publisher.published == [0, *published]
 
 
 def test_publishes_nothing_before_it_is_entered_or_after_it_is_left() -> None:
@@ -66,9 +66,9 @@ def test_publishes_nothing_before_it_is_entered_or_after_it_is_left() -> None:
     with sync_on_step:
         step(model, optimizer)
     step(model, optimizer)
-    assert publisher.published == [2]
+    assert publisher.published == [1, 2]
     assert sync_on_step.last_report is not None
-    assert sync_on_step.last_report.version == 1
+    assert sync_on_step.last_report.version == 2
 
 
 def test_hook_is_removed_when_the_loop_fails() -> None:
@@ -76,7 +76,7 @@ def test_hook_is_removed_when_the_loop_fails() -> None:
     with pytest.raises(KeyError), SyncOnStep(publisher, PolicyView(model), optimizer):
         raise KeyError
     step(model, optimizer)
-    assert publisher.published == []
+    assert publisher.published == [0]
 
 
 def test_accumulated_micro_steps_of_accelerate_publish_once() -> None:
@@ -89,18 +89,32 @@ def test_accumulated_micro_steps_of_accelerate_publish_once() -> None:
                 accelerator.backward(-model(torch.ones(1, 1)).sum())
                 optimizer.step()
                 optimizer.zero_grad()
-    assert publisher.published == pytest.approx([1, 2])
+    assert publisher.published == pytest.approx([0, 1, 2])
+
+
+def test_step_that_fp16_left_out_publishes_nothing() -> None:
+    (model, optimizer), publisher = counter(), Publisher()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with SyncOnStep(publisher, PolicyView(model), optimizer):
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(-factor * model(torch.ones(1, 1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert publisher.published == [0, 1, 2]
 
 
 def test_failed_publish_raises_out_of_the_step() -> None:
     class Broken(Publisher):
         def publish(self, source: Any, *, timeout_s: float) -> SyncReport:
-            raise SyncError("no engine took version 1")
+            if self.published:
+                raise SyncError("no engine took version 2")
+            return super().publish(source, timeout_s=timeout_s)
 
     model, optimizer = counter()
     with (
         SyncOnStep(Broken(), PolicyView(model), optimizer),
-        pytest.raises(SyncError, match="no engine took version 1"),
+        pytest.raises(SyncError, match="no engine took version 2"),
     ):
         step(model, optimizer)
 

@@ -12,13 +12,15 @@ from trainer_adapters.errors import AdapterError
 
 
 class SyncOnStep:
-    """Publishes the policy after every n-th real step of the optimizer, before `step()` returns.
+    """Publishes the policy on entry, so that the engines begin with the weights that the loop begins with, and after every
+    n-th real step of the optimizer, before `step()` returns.
 
         with SyncOnStep(weight_sync, PolicyView(model), optimizer):
             ...train...
 
     A step that accelerate leaves out (gradient accumulation, an fp16 overflow) is not a real step and publishes
-    nothing. A publish that fails raises out of `step()`. At exit the hook is removed.
+    nothing. A loop that goes on from a checkpoint begins with a publish too, as the next version: versions only grow. A
+    publish that fails raises out of the `with` or of `step()`. At exit the hook is removed.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SyncOnStep:
     def __enter__(self) -> Self:
         if self._hook is not None:
             raise AdapterError("this SyncOnStep is entered already; make another for another loop")
+        self._publish()
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
         return self
 
@@ -64,4 +67,7 @@ class SyncOnStep:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._num_steps += 1
         if self._num_steps % self._every_n_steps == 0:
-            self._last_report = self._weight_sync.publish(self._policy, timeout_s=self._timeout_s)
+            self._publish()
+
+    def _publish(self) -> None:
+        self._last_report = self._weight_sync.publish(self._policy, timeout_s=self._timeout_s)
