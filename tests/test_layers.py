@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[Path]] = {
         Path("rollout/workers/remote.py"),
         Path("rollout/worker_config.py"),
         Path("sync/transports/object_store.py"),
+        Path("trainer_adapters/ray_train.py"),
     },
     "trl": {
         Path("trainer_adapters/trl.py"),
@@ -123,7 +124,8 @@ def test_what_may_not_be_installed_is_imported_only_where_it_is_needed(optional:
     assert users <= MAY_IMPORT[optional]
 
 
-def test_importing_the_packages_needs_no_ray() -> None:
+@pytest.mark.parametrize("optional", ["ray", "trl"])
+def test_importing_the_packages_needs_nothing_that_may_not_be_installed(optional: str) -> None:
     reached, left = set(), [ROOT / package / "__init__.py" for package in PACKAGES]
     while left:
         path = left.pop()
@@ -133,7 +135,7 @@ def test_importing_the_packages_needs_no_ray() -> None:
             files = [*(stem.with_suffix(".py") for stem in stems), *(stem / "__init__.py" for stem in stems)]
             left += [file for file in files if file.exists()]
     assert ROOT / "rollout/engine.py" in reached
-    assert not {str(path.relative_to(ROOT)) for path in reached} & {str(path) for path in MAY_IMPORT["ray"]}
+    assert not {str(path.relative_to(ROOT)) for path in reached} & {str(path) for path in MAY_IMPORT[optional]}
 
 
 def test_only_the_manager_touches_upstreams_private_parts() -> None:

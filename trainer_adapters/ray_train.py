@@ -1,0 +1,191 @@
+"""Ray Train: a trainer of one or several ranks in one placement, a fleet of engines in another.
+
+    def make_fleet(config):  # called on the first rank
+        return RolloutController(
+            config["model"], prompts, reward, config=RolloutConfig(num_workers=2, num_epochs=None, placement="SPREAD")
+        )
+
+    def train(fleet, config):  # called on every rank
+        model = ray.train.torch.prepare_model(AutoModelForCausalLM.from_pretrained(config["model"]))
+        policy = PolicyView(model)
+        fleet.publish(policy)
+        for step in range(config["steps"]):
+            with fleet.next_batch() as groups:
+                ...train on this rank's share of the batch...
+            fleet.publish(policy)
+
+    TorchTrainer(
+        engine_train_loop(train, make_fleet),
+        train_loop_config={"model": path, "steps": 100},
+        scaling_config=ScalingConfig(num_workers=4),
+    ).fit()
+
+The fleet's workers are actors beside the trainer's: Ray Train reserves a placement group for its ranks, and the fleet books
+what `WorkerConfig` says, in a group of its own where `RolloutConfig.placement` is set. A cluster that has no room for both
+ends the run with WorkerUnreachableError, after `WorkerConfig.start_timeout_s`. The fleet ends with the trainer's first rank.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from rollout import RolloutController, RolloutGroup
+from sync import SyncReport, WeightSync
+from sync.source import Source
+from trainer_adapters.errors import AdapterError
+from trainer_adapters.publishing import targets_of
+
+STATE_FILE = "rollsync_fleet.json"
+"""In a checkpoint's folder, beside the trainer's own files."""
+GROUP_TIMEOUT = timedelta(hours=24)
+"""Beyond every limit on a batch, which is the one that ends a wait: the first rank tells the others."""
+
+Config = dict[str, Any]
+T = TypeVar("T")
+
+
+def engine_train_loop(
+    train: "Callable[[RankFleet, Config], Any]", make_fleet: Callable[[Config], RolloutController]
+) -> Callable[[Config], Any]:
+    """The `train_loop_per_worker` of a `ray.train.torch.TorchTrainer`: runs `train(fleet, train_loop_config)` on every rank
+    while the controller that `make_fleet(train_loop_config)` makes, on the first rank, keeps generating.
+
+    A run that goes on from a checkpoint in which `RankFleet.save` wrote goes on with the prompts, partial rollouts and ready
+    groups of that moment. What fails on the first rank raises on all of them.
+    """
+
+    def loop(config: Config) -> Any:
+        ranks = Ranks()
+        with ExitStack() as stack:
+            controller: RolloutController | None = None
+            first_version: int | None = None
+
+            def start() -> list[None]:
+                nonlocal controller, first_version
+                made = make_fleet(config)
+                state = _saved_state()
+                if state is not None:
+                    made.load_state_dict(state)
+                    first_version = max(state["highest_version"] + 1, state["policy_version"])
+                controller = stack.enter_context(made)
+                return [None] * ranks.size
+
+            ranks.deal(start)  # before the WeightSync, whose ranks would wait for one that has no fleet
+            weight_sync = stack.enter_context(WeightSync(targets_of(controller)))
+            return train(RankFleet(ranks, controller, weight_sync, first_version), config)
+
+    return loop
+
+
+class RankFleet:
+    """What one rank of the trainer has of the fleet. Every rank calls each method."""
+
+    def __init__(
+        self, ranks: "Ranks", controller: RolloutController | None, weight_sync: WeightSync, first_version: int | None
+    ) -> None:
+        """`first_version`: what the workers call the weights that they wait for; None: they wait for none."""
+        self._ranks = ranks
+        self._weight_sync = weight_sync
+        self._first_version = first_version
+        self.controller = controller
+        """On the first rank, for its metrics and status; None on the others."""
+
+    @contextmanager
+    def next_batch(self, timeout_s: float = 600.0) -> Iterator[list[RolloutGroup]]:
+        """This rank's groups of the next batch, as many as every other rank has. A clean exit on the first rank acknowledges
+        the whole batch, an exception there gives it back.
+
+        Raises what `RolloutController.next_batch` raises on the first rank, AdapterError on the others, and on all of them
+        for a batch that cannot be dealt out evenly: a rank that has nothing to train on would leave the others waiting in
+        their gradients' reduction."""
+        with ExitStack() as until_trained:
+
+            def lease() -> list[list[RolloutGroup]]:
+                assert self.controller is not None
+                batch = until_trained.enter_context(self.controller.next_batch(timeout_s))
+                return shares(batch.groups, self._ranks.size)
+
+            yield self._ranks.deal(lease)
+
+    def publish(self, source: Source, *, timeout_s: float = 120.0) -> SyncReport:
+        """The trainer's weights to the whole fleet, as its next version; `source` is a `PolicyView`. Begin with it: the
+        workers have loaded weights of their own, and in a run that goes on from a checkpoint they wait for the trainer's.
+        Returns, or raises what `WeightSync.publish` raises, on all ranks alike."""
+        version, self._first_version = self._first_version, None
+        return self._weight_sync.publish(source, version=version, timeout_s=timeout_s)
+
+    def save(self, folder: Path | str) -> None:
+        """Adds the fleet's state to a checkpoint's folder, on the first rank. After the batch that was trained on last, with
+        the weights that it led to; then give the folder to `ray.train.report(checkpoint=...)`."""
+        if self.controller is not None:
+            (Path(folder) / STATE_FILE).write_text(json.dumps(self.controller.state_dict()))
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What the other ranks hear of an error on the first one."""
+
+    reason: str
+
+
+class Ranks:
+    """The ranks of torch.distributed's default group, or this process alone. Made on all of them, as every group is."""
+
+    def __init__(self) -> None:
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+        # One of its own, over gloo: a wait for rollouts must neither hold a GPU nor get between the trainer's collectives.
+        self._group = None if self.size == 1 else dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+
+    def deal(self, make: Callable[[], Sequence[T]]) -> T:
+        """Calls `make` on the first rank and returns the part of its result that is this rank's. Raises its error there,
+        and on the others an AdapterError that tells of it."""
+        if self.size == 1:
+            return make()[0]
+        parts: list[T | Failed] | None = None
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                parts = list(make())
+            except Exception as error:
+                failure = error  # the others wait for their parts, and would do so for ever
+                parts = [Failed(f"{type(error).__name__}: {error}")] * self.size
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, parts, src=0, group=self._group)
+        if failure is not None:
+            raise failure
+        if isinstance(mine[0], Failed):
+            raise AdapterError(f"the first rank failed, and with it all of them: {mine[0].reason}")
+        part: T = mine[0]
+        return part
+
+
+def shares(groups: Sequence[RolloutGroup], count: int) -> list[list[RolloutGroup]]:
+    """`count` lists of equally many groups, dealt in turn, each in canonical order. AdapterError if that cannot be."""
+    if len(groups) % count:
+        raise AdapterError(
+            f"a batch of {len(groups)} groups cannot be dealt to {count} ranks evenly; make prompts_per_step a multiple of the "
+            "ranks, and let the prompts be a multiple of prompts_per_step or repeat (num_epochs=None)"
+        )
+    return [list(groups[rank::count]) for rank in range(count)]
+
+
+def _saved_state() -> Mapping[str, Any] | None:
+    """That of the checkpoint that this run goes on from."""
+    import ray.train
+
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        file = Path(folder) / STATE_FILE
+        if not file.exists():
+            return None
+        state: Mapping[str, Any] = json.loads(file.read_text())
+        return state
