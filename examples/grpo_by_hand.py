@@ -2,13 +2,15 @@
 
     python examples/grpo_by_hand.py            # SmolLM2-135M-Instruct learns one-digit products
 
-Read `train` from top to bottom. While one step's rollouts are trained on, the engine generates the next step's; they are in
-flight when the optimizer steps inside `engine.update()`, and go on under the new weights. Each token keeps the log-prob that
-it was sampled with, so the loss knows what the policy of that moment thought of it.
+Read `train` from top to bottom. Each group that has been trained on makes room for a new prompt, so the engine generates the
+next step's rollouts meanwhile; the latest of them are in flight when the optimizer steps inside `engine.update()`, and go on
+under the new weights. Each token keeps the log-prob that it was sampled with, so the loss knows what the policy of that
+moment thought of it.
 """
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,31 +40,28 @@ def train(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
 
     with GenerationEngine(model) as engine:  # generates with the very Parameters that the optimizer changes
 
-        def submit(step: int) -> list[Any]:
-            """The step's prompts, `group_size` samples of each; returns at once, with their futures."""
-            asked = []
-            for number in range((step - 1) * num_prompts, step * num_prompts):
-                params = SamplingParams(max_new_tokens=args.max_new_tokens, seed=(args.seed << 32) + number)
-                futures = engine.submit_group(questions.prompt_ids(number), params, size=args.group_size)
-                asked.append((number, futures))
-            return asked
+        def submit(number: int) -> tuple[int, Any]:
+            """A prompt, `group_size` samples of it; returns at once, with their futures."""
+            params = SamplingParams(max_new_tokens=args.max_new_tokens, seed=(args.seed << 32) + number)
+            return number, engine.submit_group(questions.prompt_ids(number), params, size=args.group_size)
 
-        in_flight = submit(1)
+        in_flight = deque(submit(number) for number in range(num_prompts))
         for step in range(1, args.steps + 1):
-            # 1. This step's rollouts, with rewards; the next step's begin.
-            groups = [questions.graded(number, futures) for number, futures in in_flight]
+            # 1. This step's rollouts, with their rewards.
+            groups = [questions.graded(*in_flight.popleft()) for _ in range(num_prompts)]
             rollouts = [rollout for group in groups for rollout in group]
             staleness = engine.version - min(rollout.min_version or 0 for rollout in rollouts)
-            in_flight = submit(step + 1) if step < args.steps else []
 
-            # 2. A backward for each group. All tokens of the step count alike.
+            # 2. A backward for each group, in the place of which a group of the next step begins. All tokens count alike.
             num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-            for group in groups:
+            for position, group in enumerate(groups):
                 input_ids, mask, old_logprobs = tensors_of(group)
                 logits = model(input_ids, use_cache=False).logits[:, :-1].float()
                 logprobs = logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
                 losses = policy_losses(logprobs, old_logprobs, advantages_of(group))
                 (losses[mask].sum() / num_tokens).backward()
+                if (number := step * num_prompts + position) < len(questions):
+                    in_flight.append(submit(number))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
             # 3. The live update: generation stands still for this block, between two of its steps.

@@ -30,12 +30,10 @@ class Questions:
         """The instruction and the question, in the model's chat template where it has one."""
         question = self._data[number]["question"]
         if self._tokenizer.chat_template is None:
-            ids: list[int] = self._tokenizer.encode(f"{self.task.instruction}\n{question}\n")
-            return ids
+            return self._tokenizer.encode(f"{self.task.instruction}\n{question}\n")
         messages = [{"role": "system", "content": self.task.instruction}, {"role": "user", "content": question}]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=False)  # the template has its own
 
     def submit(
         self, engine: GenerationEngine, number: int, *, size: int, max_new_tokens: int, temperature: float = 1.0
