@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-PARTS = {"sync_workers.py", "vllm_worker.py"}
+PARTS = {"learning_run.py", "learning_task.py", "sync_workers.py", "vllm_worker.py"}
 """Run by a benchmark, elsewhere."""
 
 

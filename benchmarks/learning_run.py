@@ -1,0 +1,282 @@
+"""One run of benchmarks/learning.py: a policy learns from what an engine samples with it. A part of that script."""
+
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from benchmarks.learning_task import (
+    ANSWER_TOKENS,
+    END,
+    TRAINING,
+    held_out_reward,
+    prompt_ids,
+    reward,
+    small_model,
+)
+from rollout import EngineConfig, FinishReason, GenerationEngine, Rollout, RolloutError, RunLog, SamplingParams
+from sync import WeightSync
+from trainer_adapters import (
+    RolloutBatch,
+    ValueHead,
+    gae,
+    group_advantages,
+    grpo_loss,
+    normalised,
+    pad_rollouts,
+    ppo_loss,
+    token_logprobs,
+    token_rewards,
+    truncated_importance,
+)
+
+LIMIT_S = 120.0
+MAX_GRAD_NORM = 1.0
+
+Weights = dict[str, Tensor]
+
+
+class Behaviour(StrEnum):
+    """What a token is taken to have been sampled with, from which its importance weight follows."""
+
+    RECORDED = "recorded"
+    """Its own log-prob, from the engine."""
+    CURRENT = "current"
+    """The weights that train on it: no correction."""
+    LABELLED = "labelled"
+    """The weights of its version label, from which its log-prob is computed again."""
+    MISLABELLED = "mislabelled"
+    """Those of the version at which its prompt was submitted, which a wrong label would name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a run goes."""
+
+    algorithm: str
+    """grpo or ppo."""
+    ahead: int
+    """Batches that have been asked for, and so are generated, while one trains; 0: generation and training take turns."""
+    drains: bool = False
+    """Whether all of them are waited for before new weights are published; else these meet them in flight."""
+    prompts_per_batch: int = 32
+    group_size: int = 16
+    num_minibatches: int = 4
+    learning_rate: float = 1e-3
+    behaviour: Behaviour = Behaviour.RECORDED
+    failing: float = 0.0
+    """Share of the samples that break off and come back as failed."""
+    trains_failed: bool = False
+    """Trains on what those have, with a reward of 0; else they stay out."""
+    stale_prefixes: bool = False
+    """An update leaves the prefix cache as it is, as upstream's pause does."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.prompts_per_batch * self.group_size
+
+
+@dataclass(kw_only=True)
+class Curve:
+    """What a run has shown."""
+
+    seed: int
+    batch_size: int
+    held_out: list[float] = field(default_factory=list)  # [num_versions], from version 0
+    """Greedy reward on the held-out prompts."""
+    seconds: list[float] = field(default_factory=lambda: [0.0])  # [num_versions]
+    """From the start until an engine runs on the version. The held-out rewards are measured after the run."""
+    trained: list[float] = field(default_factory=list)  # [num_versions - 1], as those below
+    """Mean reward of the batch that made the next version."""
+    spanning: list[float] = field(default_factory=list)
+    """Share of its rollouts that have tokens of several versions."""
+    staleness: list[float] = field(default_factory=list)
+    """Versions from a rollout's oldest token to the weights that trained on it, mean."""
+    logprob_gap: list[float] = field(default_factory=list)
+    """Mean of |trainer's log-prob - engine's| of its tokens, nats."""
+    versions: list[int] = field(default_factory=list)
+    """The engine's, after each publish."""
+
+    @property
+    def samples(self) -> list[int]:
+        """How many each version has trained on."""
+        return [version * self.batch_size for version in range(len(self.held_out))]
+
+    def version_at(self, goal: float) -> int | None:
+        """The first version whose held-out reward reaches the goal."""
+        return next((version for version, value in enumerate(self.held_out) if value >= goal), None)
+
+
+def learn(setting: Setting, seed: int, num_batches: int, log: RunLog) -> Curve:
+    """Trains on `num_batches` batches, each of which makes a version."""
+    learner, curve = Learner(setting, seed), Curve(seed=seed, batch_size=setting.batch_size)
+    weights = [learner.copy()]
+    config = EngineConfig(num_threads=1, page_size=4, num_blocks=4096, max_requests=128)
+    with GenerationEngine(learner.model, config, copy_weights=True) as engine, WeightSync(engine) as weight_sync:
+        if setting.stale_prefixes:
+            engine.manager.isolate_prefixes = lambda: None
+        asked: deque[list[Future[Rollout]]] = deque()
+        numbers = itertools.count()
+        started_at = time.monotonic()
+        for step in range(1, num_batches + 1):
+            while len(asked) < max(setting.ahead, 1):
+                asked.append(ask(engine, setting, seed, next(numbers)))
+            rollouts = collect(asked.popleft(), setting)
+            if setting.ahead:
+                asked.append(ask(engine, setting, seed, next(numbers)))
+            trained_version = engine.version
+            gap = learner.train(rollouts, weights)
+            if setting.drains:
+                for future in itertools.chain(*asked):
+                    future.result(LIMIT_S)
+            weight_sync.publish(learner.model, timeout_s=LIMIT_S)
+            weights.append(learner.copy())
+
+            curve.seconds.append(time.monotonic() - started_at)
+            curve.versions.append(engine.version)
+            curve.trained.append(fmean(rollout.reward or 0.0 for rollout in rollouts))
+            curve.spanning.append(fmean(len(rollout.version_spans) > 1 for rollout in rollouts))
+            curve.staleness.append(fmean(trained_version - (rollout.min_version or 0) for rollout in rollouts))
+            curve.logprob_gap.append(gap)
+            # one of each group: their number makes no page worth reading, and its writing would take time
+            log.write_rollouts(rollouts[:: setting.group_size], step=step, trained_version=trained_version)
+            log.write_update(engine.last_update)
+    for state in weights:
+        learner.model.load_state_dict(state)
+        curve.held_out.append(held_out_reward(learner.model))
+    for step, (samples, seconds, held_out) in enumerate(zip(curve.samples, curve.seconds, curve.held_out, strict=True)):
+        log.write_metrics({"step": step, "samples": samples, "seconds": seconds, "held_out_reward": held_out})
+    return curve
+
+
+def ask(engine: GenerationEngine, setting: Setting, seed: int, number: int) -> list[Future[Rollout]]:
+    """Submits batch `number`, the same prompts and noise for the same seed."""
+    futures: list[Future[Rollout]] = []
+    chosen = random.Random(f"{seed}-{number}").sample(TRAINING, setting.prompts_per_batch)
+    for position, digits in enumerate(chosen):
+        name = f"{number}-{position}"
+        params = SamplingParams(
+            max_new_tokens=ANSWER_TOKENS, seed=(seed << 32) + number * setting.prompts_per_batch + position
+        )
+        futures += engine.submit_group(
+            prompt_ids(digits),
+            params,
+            size=setting.group_size,
+            request_id=name,
+            group_id=name,
+            prompt_id=name,
+            metadata={"prompt": str(digits), "submitted_version": engine.version},
+        )
+    return futures
+
+
+def collect(futures: Sequence[Future[Rollout]], setting: Setting) -> list[Rollout]:
+    """Waits for a batch, and scores it."""
+    rollouts = []
+    for future in futures:
+        rollout = future.result(LIMIT_S)
+        if rollout.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise RolloutError(f"rollout {rollout.rollout_id} ended with {rollout.finish_reason}: {rollout.error}")
+        if random.Random(rollout.rollout_id).random() < setting.failing:
+            rollouts.append(broken_off(rollout, is_trained=setting.trains_failed))
+        else:
+            rollouts.append(replace(rollout, reward=reward(rollout.prompt_ids, rollout.token_ids)))
+    return rollouts
+
+
+def broken_off(rollout: Rollout, *, is_trained: bool) -> Rollout:
+    """As after a failure: with its first token only. `is_trained`: as a loop takes it that does not ask how it ended."""
+    return replace(
+        rollout,
+        token_ids=rollout.token_ids[:1],
+        logprobs=rollout.logprobs[:1],
+        loss_mask=rollout.loss_mask[:1],
+        version_spans=rollout.version_spans[:1],
+        finish_reason=FinishReason.LENGTH if is_trained else FinishReason.ERROR,
+        error="broken off by the benchmark",
+        reward=0.0,
+    )
+
+
+class Learner:
+    """The policy, its critic (PPO) and its optimizer."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.setting = setting
+        self.model = small_model()
+        self.critic = ValueHead(self.model.config.hidden_size)
+        self._parameters = [*self.model.parameters(), *self.critic.parameters()]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=setting.learning_rate, weight_decay=0.0, fused=True)
+
+    def copy(self) -> Weights:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def train(self, rollouts: Sequence[Rollout], weights: Sequence[Weights]) -> float:
+        """One pass over a batch, in minibatches. `weights`: those of each version so far. Returns the mean of
+        |trainer's log-prob - engine's|."""
+        size, is_ppo = self.setting.group_size, self.setting.algorithm == "ppo"
+        batch = pad_rollouts([rollouts[i : i + size] for i in range(0, len(rollouts), size)], pad_id=END)
+        mask = batch.loss_mask
+        with torch.no_grad():
+            proximal, old_values = self.forward(batch)
+            behaviour = self.behaviour_logprobs(batch, rollouts, proximal, weights)
+        importance = truncated_importance(proximal, behaviour)
+        if is_ppo:
+            advantages, returns = gae(token_rewards(batch.rewards, mask), old_values, mask)
+            advantages = normalised(advantages, mask)
+        else:
+            advantages = group_advantages(batch.rewards, batch.group_index)
+        for rows in torch.randperm(len(mask)).chunk(self.setting.num_minibatches):
+            logprobs, values = self.forward(batch, rows)
+            same = (logprobs, behaviour[rows], advantages[rows], mask[rows])
+            corrected = {"proximal_logprobs": proximal[rows], "importance_weights": importance[rows]}
+            if is_ppo:
+                loss, _ = ppo_loss(
+                    *same, values=values, old_values=old_values[rows], returns=returns[rows], **corrected
+                )
+            else:
+                loss, _ = grpo_loss(*same, **corrected)
+            self._optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
+            self._optimizer.step()
+        return (proximal - batch.old_logprobs)[mask].abs().mean().item()
+
+    def forward(
+        self, batch: RolloutBatch, rows: Tensor | slice = slice(None), weights: Weights | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and values, [rows, T-1], under the present weights unless others are given."""
+        inputs = {"attention_mask": batch.attention_mask[rows], "use_cache": False, "output_hidden_states": True}
+        state = self.model.state_dict(keep_vars=True) if weights is None else weights
+        out = torch.func.functional_call(self.model, state, (batch.input_ids[rows],), inputs)
+        values = self.critic(out.hidden_states[-1][:, :-1])
+        return token_logprobs(out.logits[:, :-1], batch.targets[rows]), values
+
+    def behaviour_logprobs(
+        self, batch: RolloutBatch, rollouts: Sequence[Rollout], proximal: Tensor, weights: Sequence[Weights]
+    ) -> Tensor:
+        """[B, T-1] log-probs under what the tokens are taken to have been sampled with."""
+        match self.setting.behaviour:
+            case Behaviour.RECORDED:
+                return batch.old_logprobs
+            case Behaviour.CURRENT:
+                return proximal
+            case Behaviour.LABELLED:
+                labels = batch.versions
+            case Behaviour.MISLABELLED:
+                by_id = {rollout.rollout_id: rollout.metadata["submitted_version"] for rollout in rollouts}
+                labels = torch.tensor([by_id[name] for name in batch.rollout_ids]).unsqueeze(1).expand_as(proximal)
+        behaviour = proximal
+        for version in labels[batch.loss_mask].unique().tolist():
+            again, _ = self.forward(batch, weights=weights[version])
+            behaviour = torch.where(labels == version, again, behaviour)
+        return behaviour

@@ -1,0 +1,142 @@
+"""That it learns: benchmarks/learning.py in its smallest form, and the demo for thirty steps."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import grpo
+import pytest
+import torch
+
+from benchmarks import learning, learning_run, learning_task
+from benchmarks.learning_run import Curve, Setting, learn
+from rollout import FinishReason, Rollout, RunLog, VersionSpan
+from rollsync_cli.report import write_report
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def small(setting: Setting) -> Setting:
+    return replace(setting, prompts_per_batch=2, group_size=8, num_minibatches=2)
+
+
+def curve_of(setting: Setting, tmp_path: Path, *, batches: int = 4) -> Curve:
+    return learn(small(setting), 0, batches, RunLog(tmp_path / "run"))
+
+
+def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    learning.main(["--modes", "live", "--seeds", "1", "--budget", "1024", "--out", str(out)])
+    rows = json.loads((out / "curves.json").read_text())["rows"]
+    assert set(rows) == {"grpo, live", "ppo, live"}
+    for name, row in rows.items():
+        (run,) = row["runs"]
+        assert run["samples"] == [0, 512, 1024]
+        assert run["versions"] == [1, 2]
+        assert len(run["held_out"]) == len(run["seconds"]) == 3
+        assert all(0 <= value <= 1 for value in run["held_out"] + run["trained"])
+        assert all(a < b for a, b in pairwise(run["seconds"]))
+        folder = out / f"{name.replace(', ', '-')}-0"
+        assert {rollout["step"] for rollout in lines(folder / "rollouts.jsonl")} == {1, 2}
+        assert [update["version"] for update in lines(folder / "updates.jsonl")] == [1, 2]
+        assert write_report(folder).exists()
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("mode", learning.MODES)
+def test_the_modes_differ_in_what_meets_an_update_in_flight(mode: str, tmp_path: Path) -> None:
+    curve = curve_of(Setting(algorithm="grpo", **learning.MODES[mode]), tmp_path)
+    assert curve.versions == [1, 2, 3, 4]
+    if mode == "synchronous":
+        assert curve.staleness == [0.0] * 4
+    else:
+        assert curve.staleness[0] == 0.0
+        assert max(curve.staleness) <= 1.0
+    if mode == "drained":
+        assert curve.staleness[1:] == [1.0] * 3
+    if mode != "live":
+        assert curve.spanning == [0.0] * 4
+
+
+def test_with_one_prompt_that_comes_again_stale_prefixes_part_engine_and_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning_run, "TRAINING", [(1, 2, 3), (4, 5, 6)])
+    fresh = replace(learning.FRESH, learning_rate=1e-2)
+    clean, stale = (
+        curve_of(setting, tmp_path / name)
+        for name, setting in {"clean": fresh, "stale": replace(fresh, stale_prefixes=True)}.items()
+    )
+    assert max(clean.logprob_gap) < 1e-4
+    assert stale.logprob_gap[0] < 1e-4
+    assert min(stale.logprob_gap[1:]) > 1e-3
+
+
+def test_labels_give_the_log_probs_that_were_recorded_and_wrong_ones_do_not(tmp_path: Path) -> None:
+    learner = learning_run.Learner(small(Setting(algorithm="grpo", ahead=0)), seed=0)
+    weights = [learner.copy()]
+    with torch.no_grad():
+        learner.model.lm_head.weight.mul_(3.0)
+    weights.append(learner.copy())
+    rollouts = [a_rollout(name, version) for name, version in (("a", 0), ("b", 1), ("c", 0), ("d", 1))]
+    batch = learning_run.pad_rollouts([rollouts], pad_id=learning_task.END)
+    proximal, _ = learner.forward(batch)
+
+    def behaviour(kind: learning_run.Behaviour) -> torch.Tensor:
+        learner.setting = replace(learner.setting, behaviour=kind)
+        return learner.behaviour_logprobs(batch, rollouts, proximal, weights)
+
+    labelled = behaviour(learning_run.Behaviour.LABELLED)
+    mislabelled = behaviour(learning_run.Behaviour.MISLABELLED)
+    old, _ = learner.forward(batch, weights=weights[0])
+    mask = batch.loss_mask
+    assert torch.equal(labelled[1][mask[1]], proximal[1][mask[1]])
+    assert torch.equal(labelled[0][mask[0]], old[0][mask[0]])
+    assert torch.equal(mislabelled[mask], old[mask])
+    assert not torch.allclose(old[mask], proximal[mask])
+
+
+def a_rollout(name: str, version: int) -> Rollout:
+    return Rollout(
+        rollout_id=name,
+        prompt_ids=learning_task.prompt_ids([3, 1, 2]),
+        token_ids=[1, 2, 3, learning_task.END],
+        logprobs=[-1.0] * 4,
+        loss_mask=[1] * 4,
+        version_spans=[VersionSpan(0, version)],
+        prefill_version=version,
+        finish_reason=FinishReason.STOP,
+        reward=1.0,
+        metadata={"submitted_version": 0},
+    )
+
+
+def test_failed_samples_are_left_out_unless_they_are_to_be_trained_on() -> None:
+    cut = learning_run.broken_off(a_rollout("a", 0), is_trained=False)
+    trained = learning_run.broken_off(a_rollout("b", 0), is_trained=True)
+    batch = learning_run.pad_rollouts([[cut, trained]], pad_id=learning_task.END)
+    assert batch.dropped_ids == ("a",)
+    assert batch.loss_mask.sum().item() == 1
+
+
+def test_the_reward_is_the_share_of_right_positions() -> None:
+    prompt = learning_task.prompt_ids([3, 1, 2])
+    end = learning_task.END
+    assert learning_task.reward(prompt, [1, 2, 3, end]) == 1.0
+    assert learning_task.reward(prompt, [1, 2, 3, 3]) == 0.75
+    assert learning_task.reward(prompt, [1, end]) == 0.25
+    assert learning_task.reward(prompt, []) == 0.0
+    assert not set(learning_task.HELD_OUT) & set(learning_task.TRAINING)
+
+
+@pytest.mark.slow
+def test_the_demo_learns_in_thirty_steps(tmp_path: Path) -> None:
+    assert grpo.main(["--steps", "30", "--out", str(tmp_path / "run")]) == 0
+    rewards = [step["reward"] for step in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert len(rewards) == 30
+    assert fmean(rewards[-10:]) > fmean(rewards[:3])
