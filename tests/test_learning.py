@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,19 +30,18 @@ def curve_of(setting: Setting, tmp_path: Path, *, batches: int = 4) -> Curve:
 
 def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    learning.main(["--modes", "live", "--seeds", "1", "--budget", "1024", "--out", str(out)])
+    learning.main(["--modes", "live", "--seeds", "1", "--budget", "512", "--out", str(out)])
     rows = json.loads((out / "curves.json").read_text())["rows"]
     assert set(rows) == {"grpo, live", "ppo, live"}
     for name, row in rows.items():
         (run,) = row["runs"]
-        assert run["samples"] == [0, 512, 1024]
-        assert run["versions"] == [1, 2]
-        assert len(run["held_out"]) == len(run["seconds"]) == 3
+        assert run["samples"] == [0, 512]
+        assert run["versions"] == [1]
+        assert len(run["held_out"]) == len(run["seconds"]) == 2
         assert all(0 <= value <= 1 for value in run["held_out"] + run["trained"])
-        assert all(a < b for a, b in pairwise(run["seconds"]))
         folder = out / f"{name.replace(', ', '-')}-0"
-        assert {rollout["step"] for rollout in lines(folder / "rollouts.jsonl")} == {1, 2}
-        assert [update["version"] for update in lines(folder / "updates.jsonl")] == [1, 2]
+        assert len(lines(folder / "rollouts.jsonl")) == 32
+        assert [update["version"] for update in lines(folder / "updates.jsonl")] == [1]
         assert write_report(folder).exists()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -52,6 +50,7 @@ def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(tmp_path: Pa
 def test_the_modes_differ_in_what_meets_an_update_in_flight(mode: str, tmp_path: Path) -> None:
     curve = curve_of(Setting(algorithm="grpo", **learning.MODES[mode]), tmp_path)
     assert curve.versions == [1, 2, 3, 4]
+    assert curve.seconds == sorted(curve.seconds)
     if mode == "synchronous":
         assert curve.staleness == [0.0] * 4
     else:
