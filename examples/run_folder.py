@@ -22,6 +22,10 @@ class RunFolder(RunLog):
     ) -> None:
         """As RunLog's."""
         super().write_rollouts(rollouts, step=step, trained_version=trained_version)
+        self.count(rollouts)
+
+    def count(self, rollouts: Sequence[Rollout]) -> None:
+        """For the summary: rollouts that somebody else has written, as a controller does."""
         self._num_rollouts += len(rollouts)
         self._num_spanning += sum(len(rollout.version_spans) > 1 for rollout in rollouts)
 

@@ -43,6 +43,14 @@ def load_model(name_or_path: str, *, say: Callable[[str], None] = print) -> tupl
         ) from error
 
 
+def model_folder(name_or_path: str) -> str:
+    """By which another process loads the same model: an absolute path, or a hub name as it is."""
+    if name_or_path == "smollm2":
+        return str(smollm2_folder())
+    path = Path(name_or_path)
+    return str(path.resolve()) if path.is_dir() else name_or_path
+
+
 def smollm2_folder(*, say: Callable[[str], None] = print, convert: Callable[[Path, Path], None] | None = None) -> Path:
     """The folder with the converted model, made (by `convert`) if it is not there, whole or not at all.
 

@@ -1,0 +1,236 @@
+"""examples/fleet_grpo.py on a tiny random model: over one engine, over Ray workers, and as a Ray job."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import fleet_grpo
+import pytest
+import run_folder
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+JOB = ROOT / "examples" / "ray_job"
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}answer {% endif %}"
+SIZES = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None},
+}
+STEP = re.compile(r"step +(\d+) .*  version (\d+)  ")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose words are mostly digits, so that some of its answers are right."""
+    folder = tmp_path_factory.mktemp("tiny")
+    words = ["<pad>", "<eos>", "<unk>", "answer", "multiplication", "result", *map(str, range(10))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=TEMPLATE
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=len(words))).save_pretrained(folder)
+    return folder
+
+
+def small(model: Path, out: Path, *extra: str) -> list[str]:
+    return [
+        *("--model", str(model), "--out", str(out), "--steps", "3", "--prompts-per-step", "3", "--group-size", "4"),
+        *("--max-new-tokens", "48", "--lr", "1e-3", *extra),
+    ]
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trained(out: Path, *, step: int | None = None) -> Counter[object]:
+    """How often each prompt was trained on, by its number; `step`, counted from 0: in that step alone."""
+    rows = [row for row in lines(out / "rollouts.jsonl") if row["sample_index"] == 0 and row["ending"] == "consumed"]
+    return Counter(row["metadata"]["number"] for row in rows if step is None or row["step"] == step)
+
+
+def check_run(out: Path) -> None:
+    """Three steps, of which each was published, and every rollout of every prompt once."""
+    steps = lines(out / "metrics.jsonl")
+    assert [step["version"] for step in steps] == [1, 2, 3]
+    assert all(step["staleness"] <= 1 for step in steps)
+    assert sum(step["mixed_groups"] for step in steps) > 0, "nothing was trained, so this shows nothing"
+    rollouts = lines(out / "rollouts.jsonl")
+    assert len({rollout["rollout_id"] for rollout in rollouts}) == len(rollouts) == 3 * 3 * 4
+    assert trained(out) == Counter(range(9))
+    page = (out / "report.html").read_text()
+    assert all(f'data-id="{rollout["rollout_id"]}"' in page for rollout in rollouts)
+
+
+def test_the_loop_runs_over_one_engine(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert fleet_grpo.main(small(model_folder, out, "--workers", "0")) == 0
+    check_run(out)
+    printed = capsys.readouterr().out
+    assert "a version, by in_process" in printed
+    assert [step for step, _ in STEP.findall(printed)] == ["1", "2", "3"]
+    assert printed.splitlines()[-2:] == [f"report: {out / 'report.html'}", f"results: {out}"]
+
+
+class Interrupted(run_folder.RunFolder):
+    """Ctrl-C while the second step is written."""
+
+    def write_step(self, metrics: dict[str, object]) -> None:
+        if metrics["step"] == 2:
+            raise KeyboardInterrupt
+        super().write_step(metrics)
+
+
+def test_a_run_that_was_interrupted_goes_on_and_trains_on_each_prompt_once(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    to_folder = ("--workers", "0", "--checkpoint", str(tmp_path / "checkpoint"), "--save-every", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet_grpo, "RunFolder", Interrupted)
+        assert fleet_grpo.main(small(model_folder, first, *to_folder)) == 130
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-1"]
+    assert fleet_grpo.main(small(model_folder, second, *to_folder)) == 0
+    assert trained(first, step=0) + trained(second) == Counter(range(9)), "the first step's weights were saved"
+    before, after = lines(first / "updates.jsonl"), lines(second / "metrics.jsonl")
+    assert [step["step"] for step in after] == [2, 3]
+    assert min(step["version"] for step in after) > max(update["version"] for update in before)
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workers", "-1"], "num_workers must be an integer of at least 0, got -1"),
+        (["--group-size", "0"], "group_size must be an integer of at least 1, got 0"),
+        (["--temperature", "nan"], "temperature must be finite, got nan"),
+        (["--steps", "0"], "--steps: must be at least 1, got 0"),
+        (["--model", "/no/such/folder"], "there is no folder '/no/such/folder'"),
+    ],
+)
+def test_bad_arguments_say_what_is_wrong(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        fleet_grpo.main(["--out", str(tmp_path / "run"), *arguments])
+    assert exit_info.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_ray_the_remedy_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
+    with pytest.raises(SystemExit):
+        fleet_grpo.main(["--out", str(tmp_path / "run")])
+    assert "pip install 'ray[default]', or --workers 0" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_ray_workers_take_every_version_through_shared_memory(
+    local_ray: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert fleet_grpo.main(small(model_folder, out)) == 0
+    check_run(out)
+    assert "a version, by shared_memory" in capsys.readouterr().out
+    workers = {rollout["worker_id"] for rollout in lines(out / "rollouts.jsonl")}
+    assert len(workers) == 2
+    updates = Counter((update["worker_id"], update["version"]) for update in lines(out / "updates.jsonl"))
+    assert set(updates) >= {(worker, version) for worker in workers for version in (1, 2)}
+
+
+# ------------------------------------------------------------------------------------------------------------ as a job
+
+
+def command(beginning: str) -> list[str]:
+    """The line of examples/ray_job/README.md that begins so, for this interpreter's own Ray."""
+    (line,) = [line for line in (JOB / "README.md").read_text().splitlines() if line.startswith(beginning)]
+    words = shlex.split(line)
+    return [sys.executable, "-m", "ray.scripts.scripts", *words[1:]]
+
+
+def free_ports(count: int) -> list[str]:
+    with ExitStack() as sockets:
+        taken = [sockets.enter_context(socket.socket()) for _ in range(count)]
+        for each in taken:
+            each.bind(("127.0.0.1", 0))
+        return [str(each.getsockname()[1]) for each in taken]
+
+
+@contextmanager
+def ray_head(environment: dict[str, str]) -> Iterator[str]:
+    """A cluster of its own beside whatever else runs here; where jobs are submitted to."""
+    gcs, dashboard, client, agent = free_ports(4)
+    with tempfile.TemporaryDirectory(prefix="r") as folder:  # short, because the paths of sockets must be
+        head = subprocess.Popen(
+            [
+                *command("ray start"),
+                *("--block", "--temp-dir", folder, "--port", gcs, "--dashboard-port", dashboard),
+                *("--ray-client-server-port", client, "--dashboard-agent-listen-port", agent),
+                *("--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(200 << 20)),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            await_line(head, "Ray runtime started", timeout_s=120)
+            yield f"http://127.0.0.1:{dashboard}"
+        finally:
+            head.send_signal(signal.SIGTERM)  # with --block it ends what it has started
+            head.communicate(timeout=60)
+
+
+def await_line(process: subprocess.Popen[str], words: str, *, timeout_s: float) -> None:
+    """Reads what it prints up to a line with these words; a process that does not say them in time is killed."""
+    deadline = threading.Timer(timeout_s, process.kill)
+    deadline.start()
+    printed: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed.append(line)
+            if words in line:
+                return
+    finally:
+        deadline.cancel()
+    pytest.fail("".join(printed))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_job_runs_as_its_readme_says(model_folder: Path, tmp_path: Path) -> None:
+    binaries = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)  # the packages travel with the job
+    out = tmp_path / "run"
+    with ray_head(environment) as address:
+        submit = command("ray job submit")
+        submit[submit.index("--address") + 1] = address
+        arguments = submit[: submit.index("--out")] + small(model_folder, out)
+        done = subprocess.run(
+            arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a version, by shared_memory" in done.stdout
+    assert [step for step, _ in STEP.findall(done.stdout)] == ["1", "2", "3"]
+    check_run(out)
