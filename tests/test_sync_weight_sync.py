@@ -404,6 +404,13 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {
 }
 
 
+def break_off(engine: GenerationEngine) -> None:
+    """An update of the user's own that fails."""
+    with engine.update() as model, torch.no_grad():
+        model.lm_head.weight.zero_()
+        raise RuntimeError("half-way")
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_engine_that_somebodys_own_update_broke_is_repaired_by_its_version_published_again(transport: str) -> None:
     trainer = marker_llama()
@@ -411,9 +418,8 @@ def test_engine_that_somebodys_own_update_broke_is_repaired_by_its_version_publi
     with own(marker_llama()) as engine, WeightSync(engine, TRANSPORTS[transport]()) as weight_sync:
         weight_sync.publish(trainer)
         in_flight = engine.submit(PROMPT, SamplingParams(max_new_tokens=200, stop_token_ids=()))
-        with pytest.raises(RuntimeError, match="half-way"), engine.update() as model, torch.no_grad():
-            model.lm_head.weight.zero_()
-            raise RuntimeError("half-way")
+        with pytest.raises(RuntimeError, match="half-way"):
+            break_off(engine)
         assert engine.state == EngineState.FENCED
         report = weight_sync.publish(trainer, version=1)
         assert (report.fenced, engine.state, engine.version) == ((), EngineState.RUNNING, 1)
