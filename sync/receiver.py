@@ -221,12 +221,13 @@ class Receiver:
             self._committing = 0
         replaced.clear()
         self._committed, self._staged = ticket, None
-        # also after copies: what is written to in a private mapping is not the file's any more
-        left, self._pointed_into = self._pointed_into, []
-        if staged.source is not None:
-            (self._pointed_into if mode == "remap" else left).append(staged.source)
-        for source in left:
-            source.close()
+        source = [staged.source] if staged.source is not None else []
+        if mode == "remap":
+            left, self._pointed_into = self._pointed_into, source
+        else:
+            left = source
+        for opened in left:
+            opened.close()
         record = engine.last_update
         assert record is not None
         return record

@@ -112,6 +112,7 @@ def test_a_version_that_was_overtaken_by_one_that_fails_reaches_its_targets_afte
         if where == "waiting":
             with pytest.raises(SyncTimeoutError):
                 fleet.weight_sync.publish(marked(9.0), timeout_s=1e-9)
+            assert overtaken.result(30).overtaken == ("a",)
             slow.resume()
         else:
             with pytest.raises(ManifestError if where == "opening" else KeyError):

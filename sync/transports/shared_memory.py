@@ -6,11 +6,9 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sync.errors import SyncError
@@ -19,6 +17,7 @@ from sync.place import Deadline, machine
 from sync.receiver import CommitMode, accept
 from sync.ticket import Package, TargetStatus
 from sync.transports.base import Link
+from sync.transports.mapped_file import MappedFile, drop_unlinked, map_file
 from sync.transports.run_folder import RunFolder
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -34,10 +33,10 @@ class SharedMemory:
     engine's model (`parameter.data`, a state dict) change when the file is written again, two versions later: clone what
     is kept. None: remap where an engine allows it.
 
-    A reader holds a lock on the file that it maps, which the kernel lets go of when it dies. The file is written again
-    only when nobody holds one; until then the next version goes into another file, and what is older than the two newest
-    versions loses its name. So three files at most for engines of one kind: what they run on, what is staged next, what
-    one that is slow has not left yet.
+    A reader holds a lock on the file that it reads, which the kernel lets go of when it dies. The file is written again
+    only when nobody holds one (whoever mapped it before uses that mapping then, and verifies what is in it); until then the
+    next version goes into another file, and what is older than the two newest versions loses its name. So three files at
+    most for engines of one kind: what they run on, what is staged next, what one that is slow has not left yet.
     """
 
     name = "shared_memory"
@@ -51,6 +50,7 @@ class SharedMemory:
         self._files: list[_File] = []
         self._newest = self._before = 0  # the two versions that were sent last
         self._num_made = 0
+        self._readers: dict[str, Link] = {}
 
     def commit_mode(self, status: TargetStatus) -> CommitMode:
         if status.place.machine != machine():
@@ -87,6 +87,7 @@ class SharedMemory:
         for old in [old for old in self._files if old.version is not None and old.version < self._before]:
             self._files.remove(old)
             old.remove()
+        self._readers |= {link.name: link for link in links}
         cargo = MappedFile(path=str(file.path), inode=file.inode)
         return {link.name: link.call(accept, package, cargo) for link in links}
 
@@ -95,47 +96,9 @@ class SharedMemory:
             file.remove()
         self._files.clear()
         self._folder.close()
-
-
-@dataclass(frozen=True)
-class MappedFile:
-    """A sealed version in a file of this machine."""
-
-    path: str
-    inode: int
-
-    def open(self, layout: Layout) -> "_Mapping":
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise SyncError(f"the staged weights are gone ({error}); publish again") from error
-        try:
-            status = os.fstat(descriptor)
-            if status.st_ino != self.inode or status.st_size < layout.num_bytes:
-                raise SyncError(f"{self.path} is not the file that was sent; publish again")
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SyncError(f"{self.path} is being written again, a newer version is on its way") from None
-            # Through the descriptor: the name may be another file by now. Private: a write stays in this process.
-            return _Mapping(descriptor, _map(f"/proc/self/fd/{descriptor}", layout.num_bytes, shared=False))
-        except BaseException:
-            os.close(descriptor)
-            raise
-
-
-class _Mapping:
-    """A private mapping, and the lock that keeps its file from being written again."""
-
-    def __init__(self, descriptor: int, run: Tensor) -> None:
-        self.run = run
-        self._descriptor: int | None = descriptor
-
-    def close(self) -> None:
-        """Nobody in this process reads it any more; the memory goes with the last tensor over it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        for link in self._readers.values():
+            link.call(drop_unlinked)
+        self._readers.clear()
 
 
 class _File:
@@ -147,7 +110,7 @@ class _File:
         self.version: int | None = None
         """What was sent in it; None while it is written."""
         self.inode = os.fstat(descriptor).st_ino
-        self.run = _map(str(path), layout.num_bytes, shared=True)
+        self.run = map_file(str(path), layout.num_bytes, shared=True)
         self._descriptor: int | None = descriptor
 
     @staticmethod
@@ -191,11 +154,3 @@ class _File:
 
 def _version(file: _File) -> int:
     return file.version or 0
-
-
-def _map(path: str, num_bytes: int, *, shared: bool) -> Tensor:
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    with torch.inference_mode(False):
-        storage = torch.UntypedStorage.from_file(path, shared=shared, nbytes=num_bytes)
-        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
