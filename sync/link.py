@@ -63,14 +63,20 @@ class NamedTarget(Target, Protocol):
 class Links(list["Link"]):
     """The links of a weight sync; those of groups follow their members at each `refresh`."""
 
-    def __init__(self, targets: "Sequence[Target | TargetGroup]", on_new: "Callable[[Link], None]") -> None:
+    def __init__(self, targets: "Sequence[Target | TargetGroup]") -> None:
         super().__init__()
+        self._on_join: Callable[[Link], None] | None = None
         self._groups = [target for target in targets if isinstance(target, TargetGroup)]
-        self._on_new = on_new
         single = [target for target in targets if not isinstance(target, TargetGroup)]
         self._add([(_name_of(target, index), target) for index, target in enumerate(single)])
         self._of_groups: set[str] = set()
         self.refresh()
+
+    def listen(self, on_join: "Callable[[Link], None]") -> None:
+        """`Link.listen`, of these and of those to come."""
+        self._on_join = on_join
+        for link in self:
+            link.listen(on_join)
 
     def refresh(self) -> None:
         """Who has joined a group is linked, who has left it is not any more."""
@@ -87,7 +93,8 @@ class Links(list["Link"]):
                 raise SyncError(f"two targets are called {name}; give each worker a worker_id of its own")
             link = Link(name, target)
             self.append(link)
-            self._on_new(link)
+            if self._on_join is not None:
+                link.listen(self._on_join)
 
 
 class Link:

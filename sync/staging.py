@@ -61,7 +61,7 @@ class Staging:
             view.copy_(tensor)
             return
         if digests.at == start and tensor.device == view.device and tensor.is_contiguous():
-            for part, new in zip(view.view(-1).split(PART), tensor.view(-1).split(PART), strict=True):
+            for part, new in zip(torch.split(view.view(-1), PART), torch.split(tensor.view(-1), PART), strict=True):
                 part.copy_(new)
                 digests.advance(digests.at + part.nbytes)
         else:

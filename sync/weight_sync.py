@@ -1,14 +1,13 @@
 """Bring a trainer's new weights into engines that keep generating."""
 
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock, Thread, current_thread
+from threading import Thread, current_thread
 from types import TracebackType
 from typing import Literal, Self, overload
 
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from sync.config import SyncConfig, check_seconds
-from sync.delivery import Delivery, Outcome, Shipment
+from sync.delivery import Delivery
 from sync.errors import SenderReplacedError, SyncError, SyncTimeoutError
 from sync.futures import uncancellable
 from sync.kept import Kept, Key
+from sync.latecomers import Latecomers
 from sync.link import Link, Links, Target, TargetGroup
 from sync.opening import Opener, Opening, nobody
 from sync.place import Deadline, here
@@ -30,8 +30,7 @@ from sync.routes import Router
 from sync.source import Source, WeightSource, as_source, named_tensors
 from sync.staging import Staging
 from sync.transports.base import Transport
-
-logger = logging.getLogger(__name__)
+from sync.turns import Turns
 
 FORGET_S = 1.0
 """How long the close of a sender waits until its targets have freed what they keep for its next version."""
@@ -72,22 +71,16 @@ class WeightSync:
             raise SyncError("targets must hold at least one engine, got none")
         self._router = Router(transport, self._config.bucket_bytes)
         self._kept = Kept()
-        self._turn = Lock()  # held from the start of a stage until its delivery has ended: both use the staging
-        self._order = Lock()  # for the two below
-        self._delivery: Delivery | None = None
-        self._num_waiting = 0  # publishes that wait for the turn: whatever goes before them is overtaken
-        self._owed: frozenset[str] = (
-            frozenset()
-        )  # who was overtaken for a version that has not been sealed yet; changed in turn
+        self._turns = Turns()
         self._committing_thread: Thread | None = None
         self._committer = ThreadPoolExecutor(1, "weight-sync", initializer=self._note_committing_thread)
-        self._joiner = ThreadPoolExecutor(1, "weight-sync-join")
         self._fencer = ThreadPoolExecutor(8, "weight-sync-fence")  # each may take as long as its target's own limit
-        self._longest_s = 0.0  # of the limits of all publishes: how long the turn may be taken
         self._closed = False
-        # last: a target that needs weights now asks for them at once, on a thread of its own
-        self._links = Links(targets if self._ranks.leads else [], lambda link: link.listen(self._bring_up_later))
+        self._links = Links(targets if self._ranks.leads else [])
         self._opener = Opener(self._links, self._router, self._config)
+        self._latecomers = Latecomers(self._links, self._opener, self._router, self._kept, self._turns, self._config)
+        # last: a target that needs weights now asks for them at once, on a thread of its own
+        self._links.listen(self._latecomers.bring_up)
 
     @overload
     def publish(
@@ -138,11 +131,11 @@ class WeightSync:
                 "publish() in the callback of a publish's future would wait for itself; pass wait=False there"
             )
         deadline = Deadline.after(timeout_s)
-        self._longest_s = max(self._longest_s, timeout_s)
+        self._latecomers.note_limit(timeout_s)
         try:
             future = self._begin(source, version, deadline, timeout_s)
         except BaseException:
-            self._deliver_what_was_overtaken()
+            self._latecomers.bring_up_overtaken()
             raise
         if wait:
             return future.result()
@@ -153,22 +146,22 @@ class WeightSync:
         """Wait for a publish under way and free the staging, here and at the targets. Closing twice is harmless. Raises
         SyncTimeoutError."""
         check_seconds("timeout_s", timeout_s)
-        self._take_turn(timeout_s, "closing waited for a publish to")
+        self._turns.take(timeout_s, f"closing waited for a publish to {self._names()}, which")
         try:
             if not self._closed:
                 self._closed = True
+                self._latecomers.close()
                 self._kept.clear()
-                self._delivery = None  # it holds the staging, too
+                self._turns.close()
                 self._router.close()
         finally:
-            self._turn.release()
+            self._turns.give_back()
         for link in self._links:
             link.ignore()
         if (claim := self._opener.claim) is not None:
             # one that is stopped forgets when it goes on
             wait_for([link.call(forget, claim) for link in self._links], timeout=FORGET_S)
         self._committer.shutdown(wait=not self._is_delivering())
-        self._joiner.shutdown(wait=False, cancel_futures=True)
         self._fencer.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -186,31 +179,16 @@ class WeightSync:
         """Whether the caller is on the thread that commits, in the callback of a future."""
         return current_thread() is self._committing_thread
 
-    # --------------------------------------------------------------------------------------------------------- turns
-
-    def _take_turn(self, timeout_s: float, what: str) -> None:
-        if not self._turn.acquire(timeout=timeout_s):
-            names = ", ".join(link.name for link in self._links)
-            raise SyncTimeoutError(f"{what} {names} took longer than {timeout_s:g} s")
-
-    def _overtake_and_take_turn(self, timeout_s: float) -> None:
-        with self._order:
-            self._num_waiting += 1
-            if self._delivery is not None:
-                self._delivery.overtake()
-        try:
-            self._take_turn(timeout_s, "waiting for the publish before this one to")
-        finally:
-            with self._order:
-                self._num_waiting -= 1
+    def _names(self) -> str:
+        return ", ".join(link.name for link in self._links)
 
     # --------------------------------------------------------------------------------------------- stage and deliver
 
     def _begin(self, source: Source, version: int | None, deadline: Deadline, timeout_s: float) -> Future[SyncReport]:
         """In its turn: stage, and have it delivered."""
-        self._overtake_and_take_turn(timeout_s)
+        self._turns.overtake(timeout_s, f"waiting for the publish before this one to {self._names()}")
         with ExitStack() as unless_delivering:
-            unless_delivering.callback(self._turn.release)
+            unless_delivering.callback(self._turns.give_back)
             try:
                 staged = self._stage(source, version, deadline, timeout_s)
             except SenderReplacedError:
@@ -219,8 +197,8 @@ class WeightSync:
             future = self._committer.submit(self._ranks.share, partial(self._deliver, staged), deadline)
             unless_delivering.pop_all()
             # also when the caller cancels the future before the delivery begins
-            release = self._turn.release  # not `self`: somebody may keep the future
-            future.add_done_callback(lambda _: release())
+            turns = self._turns  # not `self`: somebody may keep the future
+            future.add_done_callback(lambda _: turns.give_back())
         return future
 
     def _stage(self, source: Source, version: int | None, deadline: Deadline, timeout_s: float) -> "_Staged | None":
@@ -242,7 +220,7 @@ class WeightSync:
         # A step of its own: where there is no room, the other ranks must not be in a gather already, waiting for this one.
         with self._ranks.together("making room for the staging", deadline):
             if opening is not None:
-                stagings = self._kept.stagings(opening.routes, opening.again, spare=bool(self._owed))
+                stagings = self._kept.stagings(opening.routes, opening.again, spare=self._latecomers.has_overtaken())
         with self._ranks.together("staging", deadline):
             tensors = offer.tensors() if isinstance(offer, WeightSource) else offer
             if opening is None:
@@ -253,7 +231,7 @@ class WeightSync:
                 # before it is what late targets get: a sender that has been replaced must not keep it
                 self._opener.remember(opening)
                 self._kept.seal(stagings, opening.claim, opening.version)
-                self._owed = frozenset()
+                self._latecomers.forget_overtaken()
         if opening is None:
             return None
         shipments = []
@@ -262,9 +240,16 @@ class WeightSync:
             shipment = self._kept.shipment(route, behind)
             assert shipment is not None
             shipments.append(shipment)
+        delivery = Delivery(
+            shipments,
+            deadline,
+            version=opening.version,
+            timeout_s=timeout_s,
+            update_timeout_s=self._config.update_timeout_s,
+        )
         largest = max(stagings.values(), key=lambda staging: staging.num_bytes)
         return _Staged(
-            delivery=self._new_delivery(shipments, opening.version, deadline, timeout_s),
+            delivery=self._turns.delivers(delivery),
             opening=opening,
             num_bytes=largest.num_bytes,
             num_tensors=largest.num_tensors,
@@ -304,22 +289,6 @@ class WeightSync:
         statuses = [link.status for link in self._links if link.status is not None]
         return {address for status in statuses if status.place == here() for address in status.addresses}
 
-    def _new_delivery(
-        self, shipments: Sequence[Shipment], version: int, deadline: Deadline, timeout_s: float
-    ) -> Delivery:
-        delivery = Delivery(
-            shipments,
-            deadline,
-            version=version,
-            timeout_s=timeout_s,
-            update_timeout_s=self._config.update_timeout_s,
-        )
-        with self._order:
-            self._delivery = delivery
-            if self._num_waiting:  # it came while this one was staged
-                delivery.overtake()
-        return delivery
-
     def _deliver(self, staged: "_Staged | None") -> SyncReport:
         assert staged is not None  # only the leading rank delivers
         outcome = staged.delivery.run()
@@ -332,8 +301,8 @@ class WeightSync:
         for link in self._links:
             if link.name in failures:
                 self._fencer.submit(link.fence, version)
-        self._owed |= set(outcome.overtaken)
-        self._deliver_what_was_overtaken()
+        self._latecomers.note_overtaken(outcome.overtaken)
+        self._latecomers.bring_up_overtaken()
         if len(failures) == len(self._links):
             raise nobody(f"took version {version}", failures)
         records = [record for record in outcome.records.values() if record is not None]
@@ -351,57 +320,6 @@ class WeightSync:
             overtaken=outcome.overtaken,
             transport="+".join(sorted({route.transport.name for route in staged.opening.routes})),
         )
-
-    # ---------------------------------------------------------------------------------------------------------- join
-
-    def _deliver_what_was_overtaken(self) -> None:
-        """Whoever was passed over for a newer version gets what is kept after all, unless one is on its way yet."""
-        with self._order:
-            is_one_coming = self._num_waiting > 0
-        if not is_one_coming:
-            for link in list(self._links):
-                if link.name in self._owed:
-                    self._bring_up_later(link)
-
-    def _bring_up_later(self, link: Link) -> None:
-        with suppress(RuntimeError):  # closed meanwhile
-            if not self._closed:
-                self._joiner.submit(self._bring_up, link)
-
-    def _bring_up(self, link: Link) -> None:
-        """Give a target the version that the others have: a new incarnation, which serves nothing before, or one that was
-        overtaken for nothing."""
-        timeout_s = self._config.open_timeout_s + self._config.update_timeout_s
-        try:
-            # Not less: the publish under way has left this target out, and the next one may be an hour away.
-            self._take_turn(self._longest_s + timeout_s, "bringing up a target waited for a publish to")
-            try:
-                self._owed -= {link.name}
-                outcome = self._bring_up_in_turn(link, Deadline.after(timeout_s), timeout_s)
-                self._owed |= set(outcome.overtaken)
-            finally:
-                self._turn.release()
-        except Exception as error:  # on a thread of ours: the log is all there is
-            logger.warning("%s is not brought up before the next publish: %s", link.name, error)
-            return
-        self._deliver_what_was_overtaken()
-        if link.name in outcome.records:
-            logger.info("%s has been brought up to version %s", link.name, self._kept.version)
-
-    def _bring_up_in_turn(self, link: Link, deadline: Deadline, timeout_s: float) -> Outcome:
-        if self._closed or self._kept.version is None:
-            return Outcome()
-        answer = link.ask(self._opener.claim)
-        wait_for([answer], timeout=self._config.open_timeout_s)
-        if not answer.done():
-            raise SyncTimeoutError("it did not say in time what it holds")
-        link.status = answer.result()
-        (route,) = self._router.routes([link])
-        shipment = self._kept.shipment(route, [link])
-        if shipment is None:
-            raise SyncError("it holds other tensors than the targets of the last publish, or is reached another way")
-        self._opener.spend(self._kept.version)  # if every other target failed, nothing else has
-        return self._new_delivery([shipment], self._kept.version, deadline, timeout_s).run()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ class InThread:
         """It stands in `publish`'s wait for its turn."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         while frame is not None:
-            if frame.f_code.co_name == "_take_turn":
+            if frame.f_code.co_qualname == "Turns.take":
                 return True
             frame = frame.f_back
         return False

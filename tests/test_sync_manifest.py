@@ -129,7 +129,7 @@ def test_staging_made_in_inference_mode_can_be_written_outside_it() -> None:
     again.seal()
 
 
-@pytest.mark.parametrize("order", itertools.permutations("abc"))
+@pytest.mark.parametrize("order", list(itertools.permutations("abc")))
 @pytest.mark.parametrize("bucket_bytes", [4099, 1_000_000, 10_000_000])
 def test_digests_taken_while_staging_are_those_of_the_whole_run(bucket_bytes: int, order: tuple[str, ...]) -> None:
     """Whatever the order, also of tensors that are transposed, of another dtype, or larger than what is digested at once."""

@@ -114,7 +114,7 @@ def test_a_sender_that_was_replaced_brings_nobody_up_with_what_was_refused() -> 
         successor.close()
         targets[0].kill()
         targets[0].revive()
-        zombie._joiner.submit(lambda: None).result(10)  # it has been told, and has done what it does
+        zombie._latecomers._executor.submit(lambda: None).result(10)  # it has been told, and has done what it does
         assert targets[0].engine.version == 0
 
 
