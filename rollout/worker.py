@@ -290,11 +290,16 @@ class Worker:
             try:
                 now.host.kill(max(deadline - time.monotonic(), KILL_TIMEOUT_S / 4))
             finally:
-                self._calls.fail_all(WorkerDiedError(f"worker {now.host.name} was stopped during a call"))
-                self._calls.stop(JOIN_S)
-                now.join(JOIN_S)
-                self._joins.join(JOIN_S)
+                self._end_threads("it was stopped")
         return left
+
+    def disconnect(self) -> None:
+        """Ends the threads of a handle that is a copy; the worker goes on. What waits for a call through it fails."""
+        if self._is_owner:
+            raise RolloutError(
+                f"disconnect() of worker {self.worker_id} is for copies of its handle; stop() ends this one"
+            )
+        self._end_threads("its handle was disconnected")
 
     def abandon(self) -> None:
         """Kills the process and waits for nothing, as when the driver exits."""
@@ -334,6 +339,13 @@ class Worker:
 
     def _begin(self, incarnation: int, host: RemoteHost) -> None:
         self._now = Incarnation(incarnation, host, self.config, self._changed)
+
+    def _end_threads(self, reason: str) -> None:
+        self._now.end(reason)
+        self._calls.fail_all(WorkerDiedError(f"a call of worker {self._now.host.name} is not waited for: {reason}"))
+        self._calls.stop(JOIN_S)
+        self._now.join(JOIN_S)
+        self._joins.join(JOIN_S)
 
     def _ask(self, question: str, *args: Any, limit_s: float) -> Any:
         return self._now.ask(question, *args, limit_s=limit_s)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,29 +54,32 @@ def shared(local_ray: str) -> Iterator[Worker]:
 @pytest.fixture(scope="module")
 def reused(local_ray: str) -> Iterator[Worker]:
     """For `victim`."""
-    # as patient as a loaded machine needs, and no more: a test waits for most of these limits
-    impatient = config(
-        heartbeat_s=0.2,
-        suspect_after_s=1.5,
-        grace_s=1.0,
-        submit_timeout_s=2.0,
-        call_timeout_s=6.0,
-        snapshot_timeout_s=2.0,
-    )
-    worker = Worker.start("victim", impatient)
+    worker = Worker.start("victim", config(heartbeat_s=0.2))
     yield worker
     worker.stop()
 
 
 @pytest.fixture
 def victim(reused: Worker) -> Worker:
-    """A worker to stop and to kill, whose handle is impatient; alive when a test begins."""
+    """A worker to stop and to kill; alive when a test begins."""
     if reused.health().state == WorkerState.DEAD:
         reused.restart()
     if reused.health().state == WorkerState.STALE:
         reused.call(worker_jobs.publish, reused.health().serve_from_version).result(20)
     reused.wait_for(WorkerState.HEALTHY, timeout_s=20)
     return reused
+
+
+@contextmanager
+def impatient(worker: Worker) -> Iterator[Worker]:
+    """Another handle of the same worker, for which every limit is short."""
+    short = dict.fromkeys(("grace_s", "submit_timeout_s", "call_timeout_s", "snapshot_timeout_s"), 0.3)
+    copy = Worker.__new__(Worker)
+    copy.__setstate__({**worker.__getstate__(), "config": replace(worker.config, suspect_after_s=0.5, **short)})
+    try:
+        yield copy
+    finally:
+        copy.disconnect()
 
 
 def item(name: str, prompt: Any = (5, 6, 7), *, tokens: int = 4, **fields: Any) -> WorkItem:
@@ -136,6 +140,7 @@ def test_polls_that_wait_wake_with_the_first_result_and_a_call_is_not_behind_the
         assert shared.submit([item("a")]) == []
         for poll in polls:
             assert [f.rollout.rollout_id for f in poll.result(20)] == ["a"]
+    copy.disconnect()
 
 
 def test_a_poll_without_results_is_empty_at_its_limit(shared: Worker) -> None:
@@ -215,28 +220,37 @@ def test_a_copy_of_the_handle_reaches_the_worker_and_cannot_end_it(shared: Worke
         with pytest.raises(RolloutError, match="this is a copy"):
             end()
     assert shared.health().state == WorkerState.HEALTHY
+    pending = copy.call(worker_jobs.pause_for_s, 1.0)
+    copy.disconnect()
+    with pytest.raises(WorkerDiedError, match="its handle was disconnected"):
+        pending.result(20)
+    with pytest.raises(RolloutError, match="is for copies of its handle"):
+        shared.disconnect()
+    assert shared.call(worker_jobs.version_of).result(20) == 0, "the worker goes on"
 
 
 # ------------------------------------------------------------------------------------------------- silence and death
 
 
 def test_a_stopped_process_is_suspect_and_every_wait_for_it_ends_and_names_it(victim: Worker) -> None:
-    send(victim, signal.SIGSTOP)
-    try:
-        call = victim.call(worker_jobs.version_of)
-        for phase, ask in {
-            "submit": lambda: victim.submit([item("a")]),
-            "poll": lambda: victim.poll(timeout_s=0.1),
-            "cancel": lambda: victim.cancel(["a"]),
-            "snapshot": victim.snapshot,
-            "call": lambda: call.result(20),
-        }.items():
-            with pytest.raises(WorkerUnreachableError, match=rf"victim \(incarnation \d+\) did not answer {phase}"):
-                ask()
-        suspect = victim.wait_for(WorkerState.SUSPECT, timeout_s=20)
-        assert suspect.heartbeat_age_s > 1.5
-    finally:
-        send(victim, signal.SIGCONT)
+    with impatient(victim) as handle:
+        handle.wait_for(WorkerState.HEALTHY, timeout_s=20)
+        send(victim, signal.SIGSTOP)
+        try:
+            call = handle.call(worker_jobs.version_of)
+            for phase, ask in {
+                "submit": lambda: handle.submit([item("a")]),
+                "poll": lambda: handle.poll(timeout_s=0.1),
+                "cancel": lambda: handle.cancel(["a"]),
+                "snapshot": handle.snapshot,
+                "call": lambda: call.result(20),
+            }.items():
+                with pytest.raises(WorkerUnreachableError, match=rf"victim \(incarnation \d+\) did not answer {phase}"):
+                    ask()
+            suspect = handle.wait_for(WorkerState.SUSPECT, timeout_s=20)
+            assert suspect.heartbeat_age_s > 0.5
+        finally:
+            send(victim, signal.SIGCONT)
     victim.wait_for(WorkerState.HEALTHY, timeout_s=20)
     victim.submit([item("a")])  # again: nobody knows whether it was taken
     assert read(victim, 1).keys() == {"a"}

@@ -74,6 +74,10 @@ def kill_loop(engine: GenerationEngine) -> None:
     hook = engine.model.register_forward_pre_hook(fail)
 
 
+def pause_for_s(engine: GenerationEngine, seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
 def block(engine: GenerationEngine) -> None:
     """Never ends."""
     threading.Event().wait()
