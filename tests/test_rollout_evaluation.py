@@ -67,7 +67,7 @@ def test_a_commit_through_a_target_waits_for_the_evaluation_up_to_its_limit() ->
 
 def test_an_evaluation_gets_the_next_free_places_before_what_waits_of_training() -> None:
     fleet = a_fleet(1, lengths=ConstantLengths(tokens=100), slots=64)
-    config = a_config(max_samples_per_worker=8, max_staleness=3)
+    config = a_config(group_size=1, prompts_per_step=16, max_samples_per_worker=8, max_staleness=3)
     with fleet.controller(PROMPTS, reward, config=config) as controller:
         fleet.loop.advance(1.0)
         assert len(fleet.workers["w0"]._running) == 8, "it is full"
