@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 logging_steps=1,
                 save_strategy="no",
                 report_to=[],
+                dataloader_pin_memory=False,
                 disable_tqdm=True,
             ),
             train_dataset=[example_of(trained, number, tokenizer) for number in numbers],

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from rollout import EngineConfig, GenerationEngine
-from trainer_adapters.trl_async import EngineRolloutWorker, EngineWeightTransfer
+from trainer_adapters.trl.async_grpo import EngineRolloutWorker, EngineWeightTransfer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

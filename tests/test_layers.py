@@ -22,11 +22,11 @@ MAY_IMPORT: dict[str, set[Path]] = {
         Path("trainer_adapters/ray_train.py"),
     },
     "trl": {
-        Path("trainer_adapters/trl.py"),
-        Path("trainer_adapters/trl_async.py"),
-        Path("trainer_adapters/trl_prompts.py"),
-        Path("trainer_adapters/trl_samples.py"),
-        Path("trainer_adapters/trl_seams.py"),
+        Path("trainer_adapters/trl/trainers.py"),
+        Path("trainer_adapters/trl/async_grpo.py"),
+        Path("trainer_adapters/trl/prompts.py"),
+        Path("trainer_adapters/trl/samples.py"),
+        Path("trainer_adapters/trl/seams.py"),
     },
     "peft": {Path("sync/lora.py")},
 }

@@ -22,9 +22,9 @@ from sync import SyncError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
 from trainer_adapters.trl import EngineGRPOTrainer, EngineRLOOTrainer, EngineRolloutFunc
-from trainer_adapters.trl_backend import EngineBackend
-from trainer_adapters.trl_prompts import prompt_ids_of
-from trainer_adapters.trl_seams import Seam, check_seams, seams_of
+from trainer_adapters.trl.backend import EngineBackend
+from trainer_adapters.trl.prompts import prompt_ids_of
+from trainer_adapters.trl.seams import Seam, check_seams, seams_of
 
 CORRECTION = "sampling/sampling_logp_difference/max"
 RATIO = "sampling/importance_sampling_ratio"

@@ -35,10 +35,10 @@ from rollout.fleet.local_fleet import LocalFleet
 from sync import ManifestError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
-from trainer_adapters.trl_async import EngineRolloutWorker, EngineWeightTransfer
-from trainer_adapters.trl_prompts import PROMPT, REWARDS, UNSCORABLE
-from trainer_adapters.trl_samples import rollout_config_of, samples_of
-from trainer_adapters.trl_seams import async_seams
+from trainer_adapters.trl.async_grpo import EngineRolloutWorker, EngineWeightTransfer
+from trainer_adapters.trl.prompts import PROMPT, REWARDS, UNSCORABLE
+from trainer_adapters.trl.samples import rollout_config_of, samples_of
+from trainer_adapters.trl.seams import async_seams
 
 SMALL = EngineConfig(num_blocks=64, page_size=16)
 FOREVER_S = 300.0

@@ -17,7 +17,7 @@ from trl import GRPOConfig
 from rollout import EngineConfig, GenerationEngine
 from trainer_adapters import AdapterError
 from trainer_adapters.trl import EngineGRPOTrainer
-from trainer_adapters.trl_async import EngineWeightTransfer
+from trainer_adapters.trl.async_grpo import EngineWeightTransfer
 
 torch.set_num_threads(1)
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])

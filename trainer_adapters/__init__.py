@@ -17,7 +17,7 @@ from trainer_adapters.torch_loop import SyncOnStep
 if TYPE_CHECKING:
     from trainer_adapters.ray_train import RankFleet, engine_train_loop
     from trainer_adapters.trl import EngineGRPOTrainer, EngineRLOOTrainer, EngineRolloutFunc
-    from trainer_adapters.trl_async import EngineRolloutWorker, EngineWeightTransfer
+    from trainer_adapters.trl.async_grpo import EngineRolloutWorker, EngineWeightTransfer
 
 __all__ = [
     "AdapterError",
@@ -52,8 +52,8 @@ _IMPORTED_WHEN_USED = {
     "EngineGRPOTrainer": "trainer_adapters.trl",
     "EngineRLOOTrainer": "trainer_adapters.trl",
     "EngineRolloutFunc": "trainer_adapters.trl",
-    "EngineRolloutWorker": "trainer_adapters.trl_async",
-    "EngineWeightTransfer": "trainer_adapters.trl_async",
+    "EngineRolloutWorker": "trainer_adapters.trl.async_grpo",
+    "EngineWeightTransfer": "trainer_adapters.trl.async_grpo",
     "RankFleet": "trainer_adapters.ray_train",
     "engine_train_loop": "trainer_adapters.ray_train",
 }

@@ -44,9 +44,9 @@ from sync.transports.base import Transport
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import warn_if_renormalising
 from trainer_adapters.publishing import engine_of, targets_of
-from trainer_adapters.trl_prompts import PromptRows, RewardFunc, group_reward_of
-from trainer_adapters.trl_samples import rollout_config_of, samples_of
-from trainer_adapters.trl_seams import async_seams, check_seams
+from trainer_adapters.trl.prompts import PromptRows, RewardFunc, group_reward_of
+from trainer_adapters.trl.samples import rollout_config_of, samples_of
+from trainer_adapters.trl.seams import async_seams, check_seams
 
 __all__ = ["EngineRolloutWorker", "EngineWeightTransfer"]
 

@@ -24,11 +24,9 @@ from rollout import GenerationEngine, RolloutController
 from sync import SyncConfig
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import warn_if_renormalising
-from trainer_adapters.trl_backend import EngineBackend, sampling_of
-from trainer_adapters.trl_prompts import prompt_ids_of
-from trainer_adapters.trl_seams import check_seams, seams_of
-
-__all__ = ["EngineBackend", "EngineGRPOTrainer", "EngineRLOOTrainer", "EngineRolloutFunc"]
+from trainer_adapters.trl.backend import EngineBackend, sampling_of
+from trainer_adapters.trl.prompts import prompt_ids_of
+from trainer_adapters.trl.seams import check_seams, seams_of
 
 
 class EngineRolloutFunc:

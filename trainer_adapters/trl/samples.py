@@ -10,7 +10,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from rollout import Rollout, RolloutConfig, RolloutGroup, SamplingParams
 from trainer_adapters.errors import AdapterError
-from trainer_adapters.trl_prompts import PROMPT, REWARDS, UNSCORABLE, completion_of
+from trainer_adapters.trl.prompts import PROMPT, REWARDS, UNSCORABLE, completion_of
 
 
 def rollout_config_of(args: AsyncGRPOConfig) -> RolloutConfig:
