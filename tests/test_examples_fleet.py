@@ -96,11 +96,18 @@ class Interrupted(run_folder.RunFolder):
         super().write_step(metrics)
 
 
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_a_run_that_was_interrupted_goes_on_and_trains_on_each_prompt_once(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: str,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if workers != "0":
+        request.getfixturevalue("local_ray")
     first, second = tmp_path / "first", tmp_path / "second"
-    to_folder = ("--workers", "0", "--checkpoint", str(tmp_path / "checkpoint"), "--save-every", "1")
+    to_folder = ("--workers", workers, "--checkpoint", str(tmp_path / "checkpoint"), "--save-every", "1")
     with monkeypatch.context() as patch:
         patch.setattr(fleet_grpo, "RunFolder", Interrupted)
         assert fleet_grpo.main(small(model_folder, first, *to_folder)) == 130
