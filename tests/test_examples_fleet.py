@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -58,10 +58,10 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def trained(out: Path, *, step: int | None = None) -> Counter[object]:
-    """How often each prompt was trained on, by its number; `step`, counted from 0: in that step alone."""
+def trained(out: Path, *, steps: Sequence[int]) -> Counter[object]:
+    """How often each prompt was trained on in these steps, counted from 0, by its number."""
     rows = [row for row in lines(out / "rollouts.jsonl") if row["sample_index"] == 0 and row["ending"] == "consumed"]
-    return Counter(row["metadata"]["number"] for row in rows if step is None or row["step"] == step)
+    return Counter(row["metadata"]["number"] for row in rows if row["step"] in steps)
 
 
 def check_run(out: Path) -> None:
@@ -72,7 +72,7 @@ def check_run(out: Path) -> None:
     assert sum(step["mixed_groups"] for step in steps) > 0, "nothing was trained, so this shows nothing"
     rollouts = lines(out / "rollouts.jsonl")
     assert len({rollout["rollout_id"] for rollout in rollouts}) == len(rollouts) == 3 * 3 * 4
-    assert trained(out) == Counter(range(9))
+    assert trained(out, steps=range(3)) == Counter(range(9))
     page = (out / "report.html").read_text()
     assert all(f'data-id="{rollout["rollout_id"]}"' in page for rollout in rollouts)
 
@@ -83,15 +83,16 @@ def test_the_loop_runs_over_one_engine(model_folder: Path, tmp_path: Path, capsy
     check_run(out)
     printed = capsys.readouterr().out
     assert "a version, by in_process" in printed
+    assert "of 36 rollouts span an update" in printed
     assert [step for step, _ in STEP.findall(printed)] == ["1", "2", "3"]
     assert printed.splitlines()[-2:] == [f"report: {out / 'report.html'}", f"results: {out}"]
 
 
 class Interrupted(run_folder.RunFolder):
-    """Ctrl-C while the second step is written."""
+    """Ctrl-C when the fourth step has been published."""
 
     def write_step(self, metrics: dict[str, object]) -> None:
-        if metrics["step"] == 2:
+        if metrics["step"] == 4:
             raise KeyboardInterrupt
         super().write_step(metrics)
 
@@ -107,17 +108,19 @@ def test_a_run_that_was_interrupted_goes_on_and_trains_on_each_prompt_once(
     if workers != "0":
         request.getfixturevalue("local_ray")
     first, second = tmp_path / "first", tmp_path / "second"
-    to_folder = ("--workers", workers, "--checkpoint", str(tmp_path / "checkpoint"), "--save-every", "1")
+    folder = tmp_path / "checkpoint"
+    settings = ("--workers", workers, "--steps", "4", "--checkpoint", str(folder), "--save-every", "2")
     with monkeypatch.context() as patch:
         patch.setattr(fleet_grpo, "RunFolder", Interrupted)
-        assert fleet_grpo.main(small(model_folder, first, *to_folder)) == 130
-    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-1"]
-    assert fleet_grpo.main(small(model_folder, second, *to_folder)) == 0
-    assert trained(first, step=0) + trained(second) == Counter(range(9)), "the first step's weights were saved"
-    before, after = lines(first / "updates.jsonl"), lines(second / "metrics.jsonl")
-    assert [step["step"] for step in after] == [2, 3]
-    assert min(step["version"] for step in after) > max(update["version"] for update in before)
-    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-3"]
+        assert fleet_grpo.main(small(model_folder, first, *settings)) == 130
+    assert [path.name for path in folder.glob("step-*")] == ["step-2"]
+    assert fleet_grpo.main(small(model_folder, second, *settings)) == 0
+    assert trained(first, steps=(0, 1)) + trained(second, steps=(0, 1)) == Counter(range(12))
+    assert [step["step"] for step in lines(second / "metrics.jsonl")] == [3, 4]
+    consumed = [row["trained_version"] for row in lines(second / "rollouts.jsonl") if row["ending"] == "consumed"]
+    assert min(consumed) > 3, "the name of weights that are lost"
+    assert min(step["version"] for step in lines(second / "metrics.jsonl")) > 4
+    assert [path.name for path in folder.glob("step-*")] == ["step-4"]
 
 
 @pytest.mark.parametrize(
