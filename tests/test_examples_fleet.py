@@ -48,9 +48,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(model: Path, out: Path, *extra: str) -> list[str]:
+    """At this seed five of the first six groups have unequal rewards, so that any three of them teach something."""
     return [
-        *("--model", str(model), "--out", str(out), "--steps", "3", "--prompts-per-step", "3", "--group-size", "4"),
-        *("--max-new-tokens", "48", "--lr", "1e-3", *extra),
+        *("--model", str(model), "--out", str(out), "--steps", "3", "--prompts-per-step", "3", "--group-size", "16"),
+        *("--max-new-tokens", "32", "--lr", "1e-3", "--seed", "1", *extra),
     ]
 
 
@@ -71,7 +72,7 @@ def check_run(out: Path) -> None:
     assert all(step["staleness"] <= 1 for step in steps)
     assert sum(step["mixed_groups"] for step in steps) > 0, "nothing was trained, so this shows nothing"
     rollouts = lines(out / "rollouts.jsonl")
-    assert len({rollout["rollout_id"] for rollout in rollouts}) == len(rollouts) == 3 * 3 * 4
+    assert len({rollout["rollout_id"] for rollout in rollouts}) == len(rollouts) == 3 * 3 * 16
     assert trained(out, steps=range(3)) == Counter(range(9))
     page = (out / "report.html").read_text()
     assert all(f'data-id="{rollout["rollout_id"]}"' in page for rollout in rollouts)
@@ -83,7 +84,7 @@ def test_the_loop_runs_over_one_engine(model_folder: Path, tmp_path: Path, capsy
     check_run(out)
     printed = capsys.readouterr().out
     assert "a version, by in_process" in printed
-    assert "of 36 rollouts span an update" in printed
+    assert "of 144 rollouts span an update" in printed
     assert [step for step, _ in STEP.findall(printed)] == ["1", "2", "3"]
     assert printed.splitlines()[-2:] == [f"report: {out / 'report.html'}", f"results: {out}"]
 
