@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -15,6 +15,7 @@ import worker_jobs
 from fakes import VOCAB_SIZE, mark, marker_llama, wait_until
 
 from rollout import EngineConfig, PromptsExhaustedError, RolloutConfig, RolloutController, SamplingParams
+from rollout.fleet.targets import FleetTarget
 from rollout.worker import WorkerConfig
 from sync import SyncError, WeightSync
 
@@ -22,11 +23,38 @@ pytestmark = pytest.mark.ray
 
 LIMIT_S = 240.0
 NEW_TOKENS = 40
+LATE_S = 2.0
 PROBE = SamplingParams(max_new_tokens=3, stop_token_ids=())
 
 
 def prompts() -> Iterator[list[int]]:
     return ([2 + n % 50, 3 + n % 7] for n in itertools.count())
+
+
+class LateTarget:
+    """A worker whose weights are late when it comes back: time enough to serve its old ones, if it would."""
+
+    def __init__(self, target: FleetTarget) -> None:
+        self.worker_id = target.worker_id
+        self.call, self.require_version = target.call, target.require_version
+        self._target = target
+
+    def on_join(self, callback: Callable[["LateTarget"], None]) -> None:
+        def later(_: FleetTarget) -> None:
+            threading.Event().wait(LATE_S)
+            callback(self)
+
+        self._target.on_join(later)
+
+
+class LateTargets:
+    """Those of a controller."""
+
+    def __init__(self, controller: RolloutController) -> None:
+        self._controller = controller
+
+    def targets(self) -> list[LateTarget]:
+        return [LateTarget(target) for target in self._controller.targets()]
 
 
 class Chaos:
@@ -37,32 +65,37 @@ class Chaos:
         self.weight_sync = weight_sync
         self.trained: Counter[str] = Counter()
         self.pids: set[int] = set()
-        self.num_kills = self.num_probes = self.num_confirmed = 0
+        self.num_confirmed = 0
+        self.returned: set[tuple[str, int]] = set()
+        """(worker, incarnation) of those that were killed, came back and have answered."""
         self.confirmed = 0
         """The newest version that a publish has returned with."""
         self._kill_every_s = kill_every_s
         self._over = threading.Event()
+        self._end = threading.Event()
 
     def run(self, seconds: float) -> None:
-        """For so long, and until everything has happened at least twice; then every prompt that was begun is finished."""
+        """For so long, and until workers have come back and answered twice; then every prompt that was begun is finished."""
+        until = time.monotonic() + seconds
         with ThreadPoolExecutor(4) as pool:
             jobs = [pool.submit(job) for job in (self._train, self._ask, self._kill, self._publish)]
             try:
-                until = time.monotonic() + seconds
-                wait_until(lambda: time.monotonic() > until or any(job.done() for job in jobs), seconds + 60)
-                wait_until(lambda: self._has_happened() or any(job.done() for job in jobs), LIMIT_S)
+                wait_until(lambda: self._is_enough(until) or any(job.done() for job in jobs), LIMIT_S)
+                self._over.set()
+                for job in jobs[1:]:
+                    job.result(LIMIT_S)
+                self.controller.drain(LIMIT_S)
+                jobs[0].result(LIMIT_S)
             finally:
                 self._over.set()
-            for job in jobs[1:]:
-                job.result(LIMIT_S)
-            self.controller.drain(LIMIT_S)
-            jobs[0].result(LIMIT_S)
+                self._end.set()
 
-    def _has_happened(self) -> bool:
-        return min(self.num_kills, self.num_probes, self.num_confirmed, len(self.trained)) >= 2
+    def _is_enough(self, until: float) -> bool:
+        has_happened = min(self.num_confirmed, len(self.returned), len(self.trained)) >= 2
+        return has_happened and time.monotonic() > until
 
     def _train(self) -> None:
-        while True:
+        while not self._end.is_set():
             try:
                 lease = self.controller.next_batch(LIMIT_S)
             except PromptsExhaustedError:
@@ -82,20 +115,27 @@ class Chaos:
         while not self._over.wait(0.2):
             confirmed = self.confirmed
             wait_until(lambda confirmed=confirmed: self.controller.version >= confirmed)
+            before = self._incarnations()
             for rollout in self.controller.evaluate([[5, 6]], PROBE, num_samples=4, timeout_s=LIMIT_S):
                 assert rollout.error is None
                 assert rollout.token_ids == [said(version) for version in rollout.versions]
                 assert (rollout.min_version or 0) >= confirmed
-            self.num_probes += 1
+                incarnation = before[rollout.worker_id or ""]
+                if incarnation and incarnation == self._incarnations()[rollout.worker_id or ""]:
+                    self.returned.add((rollout.worker_id or "", incarnation))
+
+    def _incarnations(self) -> dict[str, int]:
+        return {worker.worker_id: worker.health().incarnation for worker in self.controller.workers()}
 
     def _kill(self) -> None:
         noise = random.Random(0)
-        while not self._over.wait(noise.uniform(*self._kill_every_s)):
+        while True:
             pid = noise.choice(self.controller.workers()).health().pid
             self.pids.add(pid)
             with contextlib.suppress(psutil.NoSuchProcess):  # it is dead, and not yet replaced
                 psutil.Process(pid).kill()
-                self.num_kills += 1
+            if self._over.wait(noise.uniform(*self._kill_every_s)):
+                return
 
     def _publish(self) -> None:
         trainer = marker_llama()
@@ -133,7 +173,7 @@ def live_through(seconds: float, *, kill_every_s: tuple[float, float]) -> None:
             sampling=SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=()),
         ),
     )
-    with controller, WeightSync(controller) as weight_sync:
+    with controller, WeightSync(LateTargets(controller)) as weight_sync:
         chaos = Chaos(controller, weight_sync, kill_every_s=kill_every_s)
         chaos.run(seconds)
         metrics, handed_out = controller.metrics(), controller.status()["prompts"]["handed_out"]
