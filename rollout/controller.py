@@ -1,50 +1,37 @@
 """`RolloutController`: batches of complete, rewarded groups from a fleet that never stops."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from rollout.batches.collection import GroupWork
-from rollout.batches.entries import Ending
-from rollout.batches.groups import KeepGroup, rewards_differ
+from rollout.batches.groups import KeepGroup
 from rollout.batches.lease import Lease
-from rollout.batches.prompts import Prompts, Rows
-from rollout.batches.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
+from rollout.batches.prompts import Rows
+from rollout.batches.rewards import GroupRewardFn, RewardFn, RewardRunner
 from rollout.config import EngineConfig
 from rollout.engine import GenerationEngine
 from rollout.errors import EngineStateError, RolloutStalledError
 from rollout.fleet import checkpoint
-from rollout.fleet.checkpoint import HighestVersion
-from rollout.fleet.coordinator import Coordinator
 from rollout.fleet.evaluation import evaluation_prompts
 from rollout.fleet.fleets import fleet_for
 from rollout.fleet.local_fleet import LocalFleet
-from rollout.fleet.loop import ThreadLoop
 from rollout.fleet.protocols import Fleet, FleetWorker, Loop
-from rollout.fleet.questions import Questions
 from rollout.fleet.report import Status, metrics_of
-from rollout.fleet.rollout_log import RolloutLog
-from rollout.fleet.scoring import Scoring
+from rollout.fleet.run import STOP_TIMEOUT_S, FleetRun
 from rollout.fleet.snapshots import note_snapshots
 from rollout.fleet.targets import FleetTarget
 from rollout.requests.checks import check_limit
 from rollout.rollout_config import RolloutConfig
-from rollout.status import UpdateRecord
 from rollout.types import Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from rollout.worker_config import WorkerConfig
 
-STOP_TIMEOUT_S = 30.0
-STOPPED = "the controller was stopped"
 ANSWER_GRACE_S = 60.0
 """How much longer than the limit that the loop keeps itself a caller waits for it to do so."""
 
@@ -81,7 +68,7 @@ class RolloutController:
         """`workers`: CPUs, GPUs, threads and limits of each Ray worker; its model and engine are replaced by those given
         here. `keep_group(rollouts)`: the dynamic filter, for rules beyond `RolloutConfig.drop_equal_rewards`."""
         config = config if config is not None else RolloutConfig()
-        self._set_up(
+        run = FleetRun(
             fleet_for(model, engine if engine is not None else EngineConfig(), config, workers, tokenizer),
             prompts,
             reward_fn,
@@ -89,9 +76,8 @@ class RolloutController:
             keep_group=keep_group,
             config=config,
             tokenizer=tokenizer,
-            loop=None,
-            rewards=None,
         )
+        self._take(run)
 
     @classmethod
     def over(
@@ -109,7 +95,7 @@ class RolloutController:
     ) -> Self:
         """A controller over workers of another kind, as those of `rollout.simulate`."""
         controller = cls.__new__(cls)
-        controller._set_up(
+        run = FleetRun(
             fleet,
             prompts,
             reward_fn,
@@ -120,99 +106,25 @@ class RolloutController:
             loop=loop,
             rewards=rewards,
         )
+        controller._take(run)
         return controller
 
-    def _set_up(
-        self,
-        fleet: Fleet,
-        prompts: "Iterable[Any] | Rows",
-        reward_fn: RewardFn | None,
-        *,
-        group_reward_fn: GroupRewardFn | None,
-        keep_group: KeepGroup | None,
-        config: RolloutConfig,
-        tokenizer: Any,
-        loop: Loop | None,
-        rewards: RewardRunner | None,
-    ) -> None:
-        if keep_group is None and config.drop_equal_rewards:
-            keep_group = rewards_differ
-        self.config = config
-        self.fleet = fleet
-        self._tokenizer = tokenizer
-        self._loop = loop if loop is not None else ThreadLoop()
-        if rewards is None:
-            rewards = RewardPool(config.reward_concurrency, config.reward_timeout_s)
-        self._rewards = rewards
-        scoring = Scoring(self._rewards, self._loop, reward_fn, group_reward_fn, tokenizer)
-        self._prompts = Prompts(
-            prompts,
-            tokenizer,
-            num_epochs=config.num_epochs,
-            shuffle_seed=config.seed if config.shuffle else None,
-        )
-        self._log = None if config.rollouts_jsonl is None else RolloutLog(Path(config.rollouts_jsonl), tokenizer)
-        self._highest = HighestVersion(None if config.versions_file is None else Path(config.versions_file))
-        self._coordinator = Coordinator(
-            self._loop,
-            self._prompts,
-            scoring,
-            config,
-            keep_group=keep_group,
-            on_end=self._group_ended,
-            on_version=self._highest.saw,
-            on_update=self._updated,
-        )
-        self._questions = Questions(self._coordinator)
-        self._bar = tqdm(desc="rollouts", unit="rollout") if config.progress_bar else None
-        self._life = threading.Lock()
-        self._is_running = False
-        self._has_stopped = False
+    def _take(self, run: FleetRun) -> None:
+        self._run = run
+        self.config, self.fleet = run.config, run.fleet
+        self._loop, self._coordinator, self._questions = run.loop, run.coordinator, run.questions
         self._join_callbacks: list[Callable[[FleetTarget], None]] = []
-        self._pending_state: Mapping[str, Any] | None = None
 
     # -------------------------------------------------------------------------------------------------- life cycle
 
     def start(self) -> None:
         """Starts the workers and begins to generate. `with controller:` does this and the stop."""
-        with self._life:
-            if self._is_running or self._has_stopped:
-                raise EngineStateError("the controller is running already, or was stopped; make a new one")
-            try:
-                serve_from = self._highest.next
-                if self._pending_state is not None:
-                    serve_from = checkpoint.load(self._coordinator, self._pending_state, self._highest)
-                workers = self.fleet.start(serve_from)
-            except BaseException:
-                # `with` does not leave what it could not enter
-                self._has_stopped = True
-                self._release(STOP_TIMEOUT_S)
-                raise
-            self._loop.start(self._coordinator.fail)
-            self._is_running = True
-            self._questions.open()
-        self._questions.ask(lambda: self._begin(workers))
+        self._run.start()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Ends generation. What is outstanding is lost unless `state_dict()` was taken. Whoever waits for a batch or another
         answer gets an EngineStateError at once. Safe to call again."""
-        with self._life:
-            was_running, self._is_running, self._has_stopped = self._is_running, False, True
-        if was_running:
-            self._loop.stop(timeout_s)
-            self._coordinator.fail(EngineStateError(STOPPED))
-            self._questions.close(STOPPED)
-        self._release(timeout_s)
-        if was_running:
-            self._loop.join(timeout_s)
-
-    def _release(self, timeout_s: float) -> None:
-        self._rewards.stop(timeout_s)
-        self.fleet.stop(timeout_s)
-        if self._log is not None:
-            self._log.close()
-        if self._bar is not None:
-            self._bar.close()
+        self._run.stop(timeout_s)
 
     def __enter__(self) -> Self:
         self.start()
@@ -247,7 +159,7 @@ class RolloutController:
                 future.result().give_back()
             raise
         self._coordinator.metrics.waited_s += self._loop.now() - began_at
-        self._show(lease)
+        self._run.show(lease)
         return lease
 
     def drain(self, timeout_s: float = 600.0) -> None:
@@ -284,7 +196,7 @@ class RolloutController:
         after `timeout_s`, and then nothing of it goes on."""
         timeout_s = check_limit(timeout_s)
         params = params if params is not None else self.config.sampling
-        ready = evaluation_prompts(prompts, self._tokenizer)
+        ready = evaluation_prompts(prompts, self._run.tokenizer)
 
         def begin(future: "Future[list[Rollout]]") -> None:
             self._coordinator.evaluate(ready, params, num_samples, future)
@@ -362,7 +274,7 @@ class RolloutController:
 
     def status(self) -> Status:
         """Who waits for what. JSON-safe."""
-        if not self._is_running:
+        if not self._run.is_running:
             return self._coordinator.status()
         return self._questions.ask(self._coordinator.status)
 
@@ -378,34 +290,10 @@ class RolloutController:
         `snapshot_timeout_s` is saved as it was at its last snapshot."""
         timeout_s = check_limit(snapshot_timeout_s)
         note_snapshots(self.workers(), self._coordinator, self._questions, timeout_s)
-        return self._questions.ask(lambda: checkpoint.save(self._coordinator, self._highest))
+        return self._questions.ask(lambda: checkpoint.save(self._coordinator, self._run.highest))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint, in a controller that has not started: over the same prompts, with the same seed. The
         weights must be those that were saved with it; they are called by a version above the highest ever published, and
         workers serve nothing until they hold it."""
-        if self._is_running or self._has_stopped:
-            raise EngineStateError("load_state_dict() comes before the start: make a new controller, load, then start")
-        checkpoint.check(self._coordinator, state)
-        self._pending_state = state
-
-    # ------------------------------------------------------------------------------------------------------- inside
-
-    def _begin(self, workers: Sequence[FleetWorker]) -> None:
-        # in one callback: the first worker alone would get all the work there is
-        for worker in workers:
-            self._coordinator.add_worker(worker)
-        self._coordinator.begin()
-
-    def _show(self, lease: Lease) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix(version=lease.version, staleness=lease.staleness, refresh=False)
-            self._bar.update(len(lease.rollouts))
-
-    def _group_ended(self, work: GroupWork, ending: Ending) -> None:
-        if self._log is not None:
-            self._log.write(work, ending)
-
-    def _updated(self, worker_id: str, record: UpdateRecord) -> None:
-        if self._log is not None:
-            self._log.write_update(worker_id, record)
+        self._run.load(state)
