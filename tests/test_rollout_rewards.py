@@ -121,8 +121,17 @@ def test_after_the_stop_nothing_is_reported_and_the_threads_end(pool: RewardPool
     assert entered.wait(30)
     pool.stop(5.0)
     go.set()
-    wait_until(lambda: threading.active_count() <= before - 2)
+    wait_until(lambda: threading.active_count() <= before)
     assert not told.is_set()
+
+
+def test_a_pool_that_is_never_used_has_no_threads() -> None:
+    before = set(threading.enumerate())
+    pool = RewardPool(2, timeout_s=30.0)
+    assert not set(threading.enumerate()) - before
+    pool.stop(5.0)
+    pool.submit(lambda: 1.0, lambda value, error: None)
+    assert not set(threading.enumerate()) - before
 
 
 def test_what_counts_as_a_reward() -> None:

@@ -101,11 +101,8 @@ class RewardPool:
         self._num_threads = 0
         self._num_stuck = 0
         self._alarms = Alarms()
-        self._alarms.start()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
-        for _ in range(size):
-            self._add_thread()
 
     @property
     def num_stuck(self) -> int:
@@ -113,6 +110,11 @@ class RewardPool:
         return self._num_stuck
 
     def submit(self, call: Callable[[], Any], done: Callable[[Any, RewardError | None], None]) -> None:
+        with self._lock:
+            if self._num_threads == 0 and not self._stopping:  # a pool that is never used has no threads to end
+                self._alarms.start()
+                for _ in range(self._size):
+                    self._add_thread()
         self._calls.put(_Call(call, done))
 
     def stop(self, timeout_s: float) -> None:
