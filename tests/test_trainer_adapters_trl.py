@@ -150,6 +150,7 @@ def test_evaluation_generates_with_the_engine_too(tmp_path: Path) -> None:
     with GenerationEngine(tiny_llama(), SMALL) as engine:
         trainer = grpo(tmp_path, engine, reward, num_generations_eval=2, per_device_eval_batch_size=4)
         metrics = trainer.evaluate(prompts(4))
+        trainer.vllm_generation.close()  # as the end of a training does
     assert [len(call["prompts"]) for call in reward.calls] == [4, 4]
     assert [set(call["policy_version"]) for call in reward.calls] == [{1}, {1}]
     assert math.isfinite(metrics["eval_loss"])
@@ -326,13 +327,14 @@ def test_failed_sample_of_rloo_has_no_reward(tmp_path: Path) -> None:
 def test_rollout_func_works_in_trls_own_trainer(tmp_path: Path) -> None:
     reward = Columns()
     with GenerationEngine(tiny_llama(seed=9), SMALL, copy_weights=True) as engine:
+        rollout_func = EngineRolloutFunc(engine)
         trainer = GRPOTrainer(
             tiny_llama(),
             reward,
             args=GRPOConfig(**settings(tmp_path, gradient_accumulation_steps=2, steps_per_generation=1)),
             train_dataset=prompts(12),
             processing_class=number_tokenizer(),
-            rollout_func=EngineRolloutFunc(engine),
+            rollout_func=rollout_func,
         )
         trainer.train()
         assert engine.version == 3
@@ -341,6 +343,7 @@ def test_rollout_func_works_in_trls_own_trainer(tmp_path: Path) -> None:
         trainer.train()
         trainer.train()
         assert engine.version == 5, "the last step of one training is not the first of the next"
+        rollout_func.backend_for(trainer).close()
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}])
