@@ -9,8 +9,17 @@ import ray.train
 import ray.train.torch
 import torch
 from fakes import tiny_llama
+from ray.util import get_current_placement_group
 
-from rollout import EngineConfig, PromptsExhaustedError, Rollout, RolloutConfig, RolloutController, SamplingParams
+from rollout import (
+    EngineConfig,
+    GenerationEngine,
+    PromptsExhaustedError,
+    Rollout,
+    RolloutConfig,
+    RolloutController,
+    SamplingParams,
+)
 from rollout.worker import WorkerConfig
 from trainer_adapters import AdapterError, PolicyView, RankFleet, grpo_loss, pad_rollouts, token_logprobs
 
@@ -44,9 +53,15 @@ def make_fleet(config: dict[str, Any]) -> RolloutController:
         prompts(),
         share_of_even_tokens,
         engine=SMALL,
-        config=rollout_config(num_workers=1),
-        workers=WorkerConfig(model=config["model"], num_cpus=0),
+        config=rollout_config(num_workers=1, placement="PACK"),
+        workers=WorkerConfig(model=config["model"], num_cpus=0.5),
     )
+
+
+def placement(_: GenerationEngine | None = None) -> str:
+    """Of this process."""
+    group = get_current_placement_group()
+    return "none" if group is None else group.id.hex()
 
 
 def train(fleet: RankFleet, config: dict[str, Any]) -> None:
@@ -67,7 +82,9 @@ def train(fleet: RankFleet, config: dict[str, Any]) -> None:
         with (folder / f"{rank}.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
 
-    note(published=fleet.publish(policy).version, resumed=checkpoint is not None)
+    note(published=fleet.publish(policy).version, resumed=checkpoint is not None, placement=placement())
+    if fleet.controller is not None:
+        note(fleet=[worker.call(placement).result(60) for worker in fleet.controller.workers()])
     try:
         while True:
             with fleet.next_batch(timeout_s=120) as groups:

@@ -89,6 +89,18 @@ def test_step_that_fp16_left_out_publishes_nothing() -> None:
         assert callback.last_report.version == 2
 
 
+def test_trainer_shows_its_callbacks_an_optimizer_that_tells_of_skipped_steps(tmp_path: Path) -> None:
+    """Without it the callback would publish after a step that was none."""
+    seen: list[bool] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(kwargs["optimizer"].step_was_skipped)
+
+    trainer_of(tmp_path, [Look()], max_steps=1).train()
+    assert seen == [False]
+
+
 def test_training_that_resumes_goes_on_above_the_versions_of_before(tmp_path: Path) -> None:
     config = SyncConfig(run_folder=tmp_path / "run")
     settings = {"save_strategy": "steps", "save_steps": 2}

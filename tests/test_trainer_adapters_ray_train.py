@@ -85,6 +85,10 @@ def test_ranks_share_each_batch_and_a_run_that_failed_goes_on_with_every_prompt_
     first, second = ([json.loads(line) for line in (tmp_path / f"{r}.jsonl").read_text().splitlines()] for r in (0, 1))
     starts = [event for event in first if "resumed" in event]
     assert [event["resumed"] for event in starts] == [False, True]
+    trainers = {event["placement"] for event in (*first, *second) if "placement" in event}
+    fleets = {place for event in first if "fleet" in event for place in event["fleet"]}
+    assert len(trainers) == len(fleets) == 2, "one in each life"
+    assert not (trainers | {"none"}) & fleets
     steps = [[event for event in rank if "trained" in event] for rank in (first, second)]
     assert len(steps[0]) == len(steps[1]) == NUM_PROMPTS // PROMPTS_PER_STEP
     for ours, theirs in zip(*steps, strict=True):
