@@ -15,7 +15,7 @@ from ray_train_jobs import NUM_PROMPTS, PROMPTS_PER_STEP, SMALL, make_fleet, pro
 from rollout import GenerationEngine, PromptsExhaustedError, RolloutController
 from rollout.fleet.local_fleet import LocalFleet
 from trainer_adapters import AdapterError, PolicyView, RankFleet, engine_train_loop
-from trainer_adapters.ray_train import STATE_FILE, shares
+from trainer_adapters.ray_train import STATE_FILE, shares, version_to_begin_with
 
 
 def test_every_rank_gets_equally_many_groups_in_canonical_order() -> None:
@@ -67,6 +67,44 @@ def test_a_batch_that_was_not_trained_is_handed_out_again() -> None:
     trainer = TorchTrainer(engine_train_loop(loop, local_fleet), scaling_config=ScalingConfig(num_workers=0))
     lost, again = trainer.fit().return_value
     assert lost == again
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_trains_on_the_rest_under_versions_above_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+
+    def loop(fleet: RankFleet, config: dict[str, Any]) -> list[Any]:
+        seen, versions = [], [fleet.publish(PolicyView(model)).version]
+        for _ in range(config["steps"]):
+            with fleet.next_batch(timeout_s=60) as groups:
+                seen += [group.prompt_id for group in groups]
+            versions.append(fleet.publish(PolicyView(model)).version)
+            fleet.save(tmp_path)
+        return [seen, versions]
+
+    def run(steps: int) -> list[Any]:
+        loop_of_rank = engine_train_loop(loop, local_fleet)
+        scaling = ScalingConfig(num_workers=0)
+        trainer = TorchTrainer(loop_of_rank, train_loop_config={"steps": steps}, scaling_config=scaling)
+        return trainer.fit().return_value
+
+    seen, versions = run(1)
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: ray.train.Checkpoint.from_directory(str(tmp_path)))
+    seen_later, versions_later = run(2)
+    assert seen + seen_later == [f"p{n}" for n in range(NUM_PROMPTS)]
+    assert versions == [1, 2]
+    assert min(versions_later) > 2
+    assert versions_later == sorted(set(versions_later))
+
+
+def test_workers_that_wait_for_a_version_are_given_it(tmp_path: Path) -> None:
+    (tmp_path / "versions.json").write_text('{"highest_version": 7}')
+    state = {"highest_version": 4, "policy_version": 5}
+    assert version_to_begin_with(rollout_config(), None) is None
+    assert version_to_begin_with(rollout_config(), state) == 5
+    assert version_to_begin_with(rollout_config(versions_file=tmp_path / "versions.json"), state) == 8
+    assert version_to_begin_with(rollout_config(versions_file=tmp_path / "none.json"), None) is None
 
 
 @pytest.mark.ray

@@ -35,7 +35,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rollout import RolloutController, RolloutGroup
+from rollout import RolloutConfig, RolloutController, RolloutGroup
+from rollout.fleet.checkpoint import HighestVersion
 from sync import SyncReport, WeightSync
 from sync.source import Source
 from trainer_adapters.errors import AdapterError
@@ -72,7 +73,7 @@ def engine_train_loop(
                 state = _saved_state()
                 if state is not None:
                     made.load_state_dict(state)
-                    first_version = max(state["highest_version"] + 1, state["policy_version"])
+                first_version = version_to_begin_with(made.config, state)
                 controller = stack.enter_context(made)
                 return [None] * ranks.size
 
@@ -118,6 +119,8 @@ class RankFleet:
         workers have loaded weights of their own, and in a run that goes on from a checkpoint they wait for the trainer's.
         Returns, or raises what `WeightSync.publish` raises, on all ranks alike."""
         version, self._first_version = self._first_version, None
+        if version is not None and self.controller is not None and self.controller.version >= version:
+            version = None  # an engine of this process gave its weights that name when it started
         return self._weight_sync.publish(source, version=version, timeout_s=timeout_s)
 
     def save(self, folder: Path | str) -> None:
@@ -174,6 +177,15 @@ def shares(groups: Sequence[RolloutGroup], count: int) -> list[list[RolloutGroup
             "ranks, and let the prompts be a multiple of prompts_per_step or repeat (num_epochs=None)"
         )
     return [list(groups[rank::count]) for rank in range(count)]
+
+
+def version_to_begin_with(config: RolloutConfig, state: Mapping[str, Any] | None) -> int | None:
+    """What the workers of a run that goes on call the weights that they wait for: above the highest ever published. None:
+    nothing was, and they serve the weights that they load."""
+    known = [] if config.versions_file is None else [HighestVersion(Path(config.versions_file)).next]
+    if state is not None:
+        known += [state["highest_version"] + 1, state["policy_version"]]
+    return max(known, default=0) or None
 
 
 def _saved_state() -> Mapping[str, Any] | None:
