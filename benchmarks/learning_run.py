@@ -18,6 +18,7 @@ from benchmarks.learning_task import (
     END,
     TRAINING,
     held_out_reward,
+    position_rewards,
     prompt_ids,
     reward,
     small_model,
@@ -34,7 +35,6 @@ from trainer_adapters import (
     pad_rollouts,
     ppo_loss,
     token_logprobs,
-    token_rewards,
     truncated_importance,
 )
 
@@ -67,10 +67,11 @@ class Setting:
     """Batches that have been asked for, and so are generated, while one trains; 0: generation and training take turns."""
     drains: bool = False
     """Whether all of them are waited for before new weights are published; else these meet them in flight."""
-    prompts_per_batch: int = 32
-    group_size: int = 16
+    prompts_per_batch: int = 64
+    group_size: int = 8
     num_minibatches: int = 4
     learning_rate: float = 1e-3
+    """At the start; it falls to a tenth of that, linearly."""
     behaviour: Behaviour = Behaviour.RECORDED
     failing: float = 0.0
     """Share of the samples that break off and come back as failed."""
@@ -117,7 +118,7 @@ class Curve:
 
 def learn(setting: Setting, seed: int, num_batches: int, log: RunLog) -> Curve:
     """Trains on `num_batches` batches, each of which makes a version."""
-    learner, curve = Learner(setting, seed), Curve(seed=seed, batch_size=setting.batch_size)
+    learner, curve = Learner(setting, seed, num_batches), Curve(seed=seed, batch_size=setting.batch_size)
     weights = [learner.copy()]
     config = EngineConfig(num_threads=1, page_size=4, num_blocks=4096, max_requests=128)
     with GenerationEngine(learner.model, config, copy_weights=True) as engine, WeightSync(engine) as weight_sync:
@@ -209,19 +210,20 @@ def broken_off(rollout: Rollout, *, is_trained: bool) -> Rollout:
 class Learner:
     """The policy, its critic (PPO) and its optimizer."""
 
-    def __init__(self, setting: Setting, seed: int) -> None:
+    def __init__(self, setting: Setting, seed: int, num_batches: int) -> None:
         torch.manual_seed(seed)
         self.setting = setting
         self.model = small_model()
         self.critic = ValueHead(self.model.config.hidden_size)
         self._parameters = [*self.model.parameters(), *self.critic.parameters()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=setting.learning_rate, weight_decay=0.0, fused=True)
+        self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.1, total_iters=num_batches)
 
     def copy(self) -> Weights:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def train(self, rollouts: Sequence[Rollout], weights: Sequence[Weights]) -> float:
-        """One pass over a batch, in minibatches. `weights`: those of each version so far. Returns the mean of
+        """One pass over a batch, in minibatches. PPO's critic gets each position's reward at its token, GRPO their sum. `weights`: those of each version so far. Returns the mean of
         |trainer's log-prob - engine's|."""
         size, is_ppo = self.setting.group_size, self.setting.algorithm == "ppo"
         batch = pad_rollouts([rollouts[i : i + size] for i in range(0, len(rollouts), size)], pad_id=END)
@@ -231,7 +233,7 @@ class Learner:
             behaviour = self.behaviour_logprobs(batch, rollouts, proximal, weights)
         importance = truncated_importance(proximal, behaviour)
         if is_ppo:
-            advantages, returns = gae(token_rewards(batch.rewards, mask), old_values, mask)
+            advantages, returns = gae(position_rewards(batch.input_ids, mask), old_values, mask)
             advantages = normalised(advantages, mask)
         else:
             advantages = group_advantages(batch.rewards, batch.group_index)
@@ -249,6 +251,7 @@ class Learner:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
             self._optimizer.step()
+        self._schedule.step()
         return (proximal - batch.old_logprobs)[mask].abs().mean().item()
 
     def forward(

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 BEGIN, END, EQUALS = 10, 11, 12
@@ -45,6 +46,18 @@ def reward(prompt: Sequence[int], token_ids: Sequence[int]) -> float:
     """The share of right positions, the end token's included."""
     answer = [*sorted(prompt[1:-1]), END]
     return sum(a == b for a, b in zip(answer, token_ids, strict=False)) / len(answer)
+
+
+def position_rewards(input_ids: Tensor, mask: Tensor) -> Tensor:
+    """[B, T-1] of `pad_rollouts`'s [B, T] ids: each right position's part of the reward, at its token. Sums to `reward`."""
+    digits = input_ids[:, 1 : 1 + NUM_DIGITS].sort(dim=1).values
+    answers = torch.cat([digits, torch.full((len(digits), 1), END)], dim=1)
+    targets = input_ids[:, 1:]
+    right = torch.zeros(targets.shape)
+    start = NUM_DIGITS + 1
+    width = targets.shape[1] - start
+    right[:, start:] = (targets[:, start:] == answers[:, :width]) / ANSWER_TOKENS
+    return right * mask
 
 
 @torch.no_grad()

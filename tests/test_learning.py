@@ -40,7 +40,7 @@ def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(tmp_path: Pa
         assert len(run["held_out"]) == len(run["seconds"]) == 2
         assert all(0 <= value <= 1 for value in run["held_out"] + run["trained"])
         folder = out / f"{name.replace(', ', '-')}-0"
-        assert len(lines(folder / "rollouts.jsonl")) == 32
+        assert len(lines(folder / "rollouts.jsonl")) == 64
         assert [update["version"] for update in lines(folder / "updates.jsonl")] == [1]
         assert write_report(folder).exists()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -77,7 +77,7 @@ def test_with_one_prompt_that_comes_again_stale_prefixes_part_engine_and_trainer
 
 
 def test_labels_give_the_log_probs_that_were_recorded_and_wrong_ones_do_not(tmp_path: Path) -> None:
-    learner = learning_run.Learner(small(Setting(algorithm="grpo", ahead=0)), seed=0)
+    learner = learning_run.Learner(small(Setting(algorithm="grpo", ahead=0)), seed=0, num_batches=1)
     weights = [learner.copy()]
     with torch.no_grad():
         learner.model.lm_head.weight.mul_(3.0)
@@ -130,6 +130,15 @@ def test_the_reward_is_the_share_of_right_positions() -> None:
     assert learning_task.reward(prompt, [1, 2, 3, 3]) == 0.75
     assert learning_task.reward(prompt, [1, end]) == 0.25
     assert learning_task.reward(prompt, []) == 0.0
+    rollouts = [
+        replace(a_rollout("a", 0), token_ids=ids, logprobs=[-1.0] * len(ids), loss_mask=[1] * len(ids))
+        for ids in ([1, end], [1, 2, 3, 3])
+    ]
+    batch = learning_run.pad_rollouts([rollouts], pad_id=end)
+    assert learning_task.position_rewards(batch.input_ids, batch.loss_mask)[:, 4:].tolist() == [
+        [0.25, 0.0, 0.0, 0.0],
+        [0.25, 0.25, 0.25, 0.0],
+    ]
     assert not set(learning_task.HELD_OUT) & set(learning_task.TRAINING)
 
 
