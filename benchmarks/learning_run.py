@@ -54,7 +54,8 @@ class Behaviour(StrEnum):
     LABELLED = "labelled"
     """The weights of its version label, from which its log-prob is computed again."""
     MISLABELLED = "mislabelled"
-    """Those of the version at which its prompt was submitted, which a wrong label would name."""
+    """Those of a version `ahead` older than its label: what a label would name that is stamped when a prompt is submitted, if
+    prompts then waited for `ahead` batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ def ask(engine: GenerationEngine, setting: Setting, seed: int, number: int) -> l
             request_id=name,
             group_id=name,
             prompt_id=name,
-            metadata={"prompt": str(digits), "submitted_version": engine.version},
+            metadata={"prompt": str(digits)},
         )
     return futures
 
@@ -230,7 +231,7 @@ class Learner:
         mask = batch.loss_mask
         with torch.no_grad():
             proximal, old_values = self.forward(batch)
-            behaviour = self.behaviour_logprobs(batch, rollouts, proximal, weights)
+            behaviour = self.behaviour_logprobs(batch, proximal, weights)
         importance = truncated_importance(proximal, behaviour)
         if is_ppo:
             advantages, returns = gae(position_rewards(batch.input_ids, mask), old_values, mask)
@@ -264,9 +265,7 @@ class Learner:
         values = self.critic(out.hidden_states[-1][:, :-1])
         return token_logprobs(out.logits[:, :-1], batch.targets[rows]), values
 
-    def behaviour_logprobs(
-        self, batch: RolloutBatch, rollouts: Sequence[Rollout], proximal: Tensor, weights: Sequence[Weights]
-    ) -> Tensor:
+    def behaviour_logprobs(self, batch: RolloutBatch, proximal: Tensor, weights: Sequence[Weights]) -> Tensor:
         """[B, T-1] log-probs under what the tokens are taken to have been sampled with."""
         match self.setting.behaviour:
             case Behaviour.RECORDED:
@@ -276,8 +275,7 @@ class Learner:
             case Behaviour.LABELLED:
                 labels = batch.versions
             case Behaviour.MISLABELLED:
-                by_id = {rollout.rollout_id: rollout.metadata["submitted_version"] for rollout in rollouts}
-                labels = torch.tensor([by_id[name] for name in batch.rollout_ids]).unsqueeze(1).expand_as(proximal)
+                labels = (batch.versions - self.setting.ahead).clamp(min=0)
         behaviour = proximal
         for version in labels[batch.loss_mask].unique().tolist():
             again, _ = self.forward(batch, weights=weights[version])

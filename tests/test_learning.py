@@ -77,7 +77,7 @@ def test_with_one_prompt_that_comes_again_stale_prefixes_part_engine_and_trainer
 
 
 def test_labels_give_the_log_probs_that_were_recorded_and_wrong_ones_do_not(tmp_path: Path) -> None:
-    learner = learning_run.Learner(small(Setting(algorithm="grpo", ahead=0)), seed=0, num_batches=1)
+    learner = learning_run.Learner(small(Setting(algorithm="grpo", ahead=1)), seed=0, num_batches=1)
     weights = [learner.copy()]
     with torch.no_grad():
         learner.model.lm_head.weight.mul_(3.0)
@@ -88,7 +88,7 @@ def test_labels_give_the_log_probs_that_were_recorded_and_wrong_ones_do_not(tmp_
 
     def behaviour(kind: learning_run.Behaviour) -> torch.Tensor:
         learner.setting = replace(learner.setting, behaviour=kind)
-        return learner.behaviour_logprobs(batch, rollouts, proximal, weights)
+        return learner.behaviour_logprobs(batch, proximal, weights)
 
     labelled = behaviour(learning_run.Behaviour.LABELLED)
     mislabelled = behaviour(learning_run.Behaviour.MISLABELLED)
@@ -111,7 +111,6 @@ def a_rollout(name: str, version: int) -> Rollout:
         prefill_version=version,
         finish_reason=FinishReason.STOP,
         reward=1.0,
-        metadata={"submitted_version": 0},
     )
 
 
