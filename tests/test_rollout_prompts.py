@@ -79,6 +79,50 @@ def test_a_bad_prompt_is_handed_out_with_its_error_and_the_next_one_follows() ->
     assert second.error is None
 
 
+class Strict(CountingTokenizer):
+    """As a real one: it cannot encode half a surrogate pair, and its template refuses what it was not written for."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        if conversation[0]["role"] != "user":
+            raise RuntimeError("a conversation must start with the user")
+        return super().apply_chat_template(conversation, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("half \ud83d", "UnicodeEncodeError"),
+        ([{"role": "system", "content": "x"}], "must start with the user"),
+        ([{"role": "user"}], "KeyError: 'content'"),
+        ({"prompt": [{"content": "x"}]}, "KeyError: 'role'"),
+    ],
+)
+def test_a_prompt_that_the_tokenizer_or_its_template_refuses_fails_alone(bad: object, says: str) -> None:
+    first, second, third = take(Prompts(["a", bad, "b"], Strict()), 3)
+    assert (first.error, third.error) == (None, None)
+    assert (third.prompt_id, third.prompt_ids) == ("p2", [98])
+    assert "prompt 1: the tokenizer cannot encode" in (second.error or "")
+    assert says in (second.error or "")
+
+
+class Refusing(list[list[int]]):
+    """A dataset that encodes its rows itself."""
+
+    def __getitem__(self, position: Any) -> Any:
+        if position == 1:
+            raise InvalidRequestError("the row has no text")
+        return super().__getitem__(position)
+
+
+def test_a_row_that_its_source_refuses_fails_alone() -> None:
+    taken = take(Prompts(Refusing([[5], [6], [7]]), num_epochs=2), 6)
+    assert [prompt.error for prompt in taken] == [None, "prompt 1: the row has no text", None] * 2
+    assert [prompt.number for prompt in taken] == list(range(6))
+
+
 def test_ids_are_deterministic_and_name_the_row_in_every_epoch() -> None:
     prompts = Prompts([[1], [2]], num_epochs=2)
     assert [(p.number, p.prompt_id) for p in take(prompts, 4)] == [(0, "p0"), (1, "p1"), (2, "p0"), (3, "p1")]

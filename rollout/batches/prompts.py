@@ -2,8 +2,9 @@
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -69,12 +70,15 @@ def encode_prompt(row: Any, tokenizer: Tokenizer | None) -> tuple[list[int], Map
     if isinstance(row, (torch.Tensor, np.ndarray)):
         row = row.tolist()
     if isinstance(row, str):
-        ids = _tokenizer(tokenizer, "text").encode(row)
+        ids = tokenized("text", partial(_tokenizer(tokenizer, "text").encode, row))
     elif isinstance(row, (bytes, bytearray)) or not isinstance(row, Sequence):
         raise InvalidRequestError(f"a prompt must be text, messages, token ids or a dict, got {type(row).__name__}")
     elif row and all(isinstance(message, Mapping) for message in row):
-        ids = _tokenizer(tokenizer, "chat messages").apply_chat_template(
-            [dict(message) for message in row], add_generation_prompt=True, tokenize=True, return_dict=False
+        template = _tokenizer(tokenizer, "chat messages").apply_chat_template
+        messages = [dict(message) for message in row]
+        ids = tokenized(
+            "chat messages",
+            partial(template, messages, add_generation_prompt=True, tokenize=True, return_dict=False),
         )
     else:
         ids = list(row)
@@ -83,6 +87,18 @@ def encode_prompt(row: Any, tokenizer: Tokenizer | None) -> tuple[list[int], Map
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise InvalidRequestError(f"a prompt's token ids must be one flat list of ints, got {ids!r:.60}")
     return list(ids), {}
+
+
+def tokenized(what: str, encode: Callable[[], list[int]]) -> list[int]:
+    """What `encode` returns. Whatever the tokenizer or its chat template raises is an InvalidRequestError, of that one
+    prompt: half a surrogate pair in a text, roles in an order that the template refuses, a message without content."""
+    try:
+        return encode()
+    except Exception as error:  # a chat template is a program of the model's author and may raise anything
+        raise InvalidRequestError(
+            f"the tokenizer cannot encode this prompt of {what}: {type(error).__name__}: {str(error) or 'no reason given':.300}"
+            "; correct the prompt, or pass token ids"
+        ) from error
 
 
 class Prompts:
@@ -124,13 +140,14 @@ class Prompts:
         self._ids: dict[int, list[int]] = {}  # of a sequence's rows: the template is applied once, not once an epoch
 
     def next(self) -> Prompt | None:
-        """The next prompt, or None if there are no more. What the source itself raises is let through."""
+        """The next prompt, or None if there are no more. A row that a sequence refuses with InvalidRequestError is a prompt
+        with that error; what else the source raises is let through."""
         if self.is_exhausted:
             return None
         number = self.cursor
-        position, row = self._read(number)
+        prompt = self._prompt(number, *self._place(number))
         self.cursor += 1
-        return self._prompt(number, position, row)
+        return prompt
 
     @property
     def is_exhausted(self) -> bool:
@@ -146,7 +163,7 @@ class Prompts:
         found: dict[int, Prompt] = {}
         if self.length is not None:
             for number in wanted:
-                found[number] = self._prompt(number, *self._read(number))
+                found[number] = self._prompt(number, *self._place(number))
             self.cursor = cursor
             return found
         if self.cursor:
@@ -161,14 +178,14 @@ class Prompts:
                 found[number] = prompt
         return found
 
-    def _read(self, number: int) -> tuple[int, Any]:
+    def _place(self, number: int) -> tuple[int, Callable[[], Any]]:
+        """The position of the row, and how to read it."""
         if self.length is not None:
             epoch, position = divmod(number, self.length)
             position = self._order_of(epoch)[position]
-            return position, cast(Rows, self._source)[position]
+            return position, partial(cast(Rows, self._source).__getitem__, position)
         self._fill()
-        position = self._num_read - 1
-        return position, self._next.pop()
+        return self._num_read - 1, self._next.pop
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         assert self.length is not None
@@ -196,10 +213,10 @@ class Prompts:
                 self._rows, self._num_read, self._epoch = None, 0, self._epoch + 1
         return True
 
-    def _prompt(self, number: int, position: int, row: Any) -> Prompt:
+    def _prompt(self, number: int, position: int, read: Callable[[], Any]) -> Prompt:
         prompt_id = f"p{position}"
         try:
-            ids, metadata = self._encode(position, row)
+            ids, metadata = self._encode(position, read())
         except InvalidRequestError as error:
             return Prompt(number=number, prompt_id=prompt_id, prompt_ids=[], error=f"prompt {position}: {error}")
         return Prompt(number=number, prompt_id=prompt_id, prompt_ids=ids, metadata=metadata)

@@ -9,6 +9,7 @@ from typing import Any
 from trl.data_utils import is_conversational
 
 from rollout import InvalidRequestError, RewardResult, Rollout
+from rollout.batches.prompts import tokenized
 
 PROMPT = "trl_prompt"
 """The column that keeps a row's prompt as it was written."""
@@ -45,8 +46,12 @@ class PromptRows(Sequence[Mapping[str, Any]]):
         row = self._rows[position]
         if "prompt" not in row:
             raise InvalidRequestError(f'row {position} has no "prompt", only {sorted(row)}')
-        (ids,) = prompt_ids_of([row["prompt"]], self._tokenizer, self._template_kwargs)
+        ids = tokenized("this row", lambda: self._ids_of(row["prompt"]))
         return {**row, PROMPT: row["prompt"], "prompt": ids}
+
+    def _ids_of(self, prompt: Any) -> list[int]:
+        (ids,) = prompt_ids_of([prompt], self._tokenizer, self._template_kwargs)
+        return ids
 
 
 def completion_of(rollout: Rollout, tokenizer: Any) -> Any:
