@@ -1,10 +1,12 @@
 """What a run leaves behind, a line at a time: `rollsync report` makes a page of it."""
 
+import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rollout.batches.records import rollout_line
 from rollout.status import UpdateRecord
@@ -63,6 +65,17 @@ class RunLog:
 def update_line(record: UpdateRecord, worker_id: str | None) -> str:
     """One line of an `updates.jsonl`, the newline included."""
     return json.dumps({"worker_id": worker_id, **asdict(record)}) + "\n"
+
+
+def open_to_append(path: Path) -> TextIO:
+    """The file, made if there is none, at the beginning of a line: one that a killed run has torn stays by itself and takes
+    none of this run's with it."""
+    file = path.open("a+b")
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return io.TextIOWrapper(file, encoding="utf-8")
 
 
 def append(path: Path, lines: str) -> None:

@@ -25,6 +25,8 @@ MAX_TEXT = 2_000
 """Characters shown of a text."""
 MAX_ERRORS = 12
 MAX_STEP_ROWS = 500
+MAX_REWARD = 1e100
+"""The square of a larger one is no number any more, and it would hide every other in a chart."""
 
 
 def write_report(run: Path | str, out: Path | str | None = None) -> Path:
@@ -136,7 +138,9 @@ def facts(run: Run, rows: Sequence[StepRow]) -> list[tuple[str, str, str]]:
 
 
 def findings(run: Run, picture: Timeline) -> Iterable[str]:
-    """What the timeline shows, in sentences."""
+    """What the timeline shows, and what is not in it, in sentences."""
+    if run.num_torn:
+        yield f"{run.num_torn:,} lines of its files are no JSON and are left out: a run that is killed tears the line it writes."
     if not picture.num_drawn:
         yield "No rollout of this run has the times of its start and end, so there is no timeline."
         return
@@ -281,7 +285,7 @@ def _errors(rows: Iterable[RolloutRow]) -> list[tuple[int, str, str]]:
 
 
 def _rewards(rows: Iterable[RolloutRow]) -> list[float]:
-    return [row.reward for row in rows if row.reward is not None and math.isfinite(row.reward)]
+    return [row.reward for row in rows if row.reward is not None and abs(row.reward) <= MAX_REWARD]
 
 
 def _staleness(rows: Iterable[RolloutRow]) -> list[int]:

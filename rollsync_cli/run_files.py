@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollsync_cli.errors import RunFolderError
+from rollsync_cli.fields import Fields, is_whole
 
 ROLLOUTS, UPDATES, METRICS = "rollouts.jsonl", "updates.jsonl", "metrics.jsonl"
 
@@ -71,6 +72,8 @@ class Run:
     rollouts: list[RolloutRow]
     updates: list[Update]  # by time
     metrics: list[Mapping[str, Any]]
+    num_torn: int = 0
+    """Lines of its files that are no JSON."""
 
     @property
     def duration_s(self) -> float:
@@ -89,85 +92,110 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """`path`: the folder, or the file of rollouts in it. A last line that was cut short is left out, as are the files of
-    updates and metrics where there are none. Raises RunFolderError."""
-    rollouts = path / ROLLOUTS if path.is_dir() else path
-    if not rollouts.is_file():
+    """`path`: the folder, or the file of rollouts in it. Lines that are no JSON are left out and counted: a run that was
+    killed tears the line that it writes, and may have gone on in the same file. So are the files of updates and metrics where
+    there are none. Raises RunFolderError for what is no run, and for JSON that is not of the format."""
+    path = path / ROLLOUTS if path.is_dir() else path
+    if not path.is_file():
         raise RunFolderError(
-            f"there is no {rollouts}: give the folder of a run, as the demo's --out, rollout.RunLog or "
+            f"there is no {path}: give the folder of a run, as the demo's --out, rollout.RunLog or "
             "RolloutConfig(rollouts_jsonl=...) write one"
         )
-    folder = rollouts.parent
+    folder = path.parent
+    files = [JsonLines(path), JsonLines(folder / UPDATES), JsonLines(folder / METRICS)]
+    rollouts = [_parsed(_rollout_row, line, where) for where, line in files[0]]
+    updates = [_parsed(_update, line, where) for where, line in files[1]]
+    metrics = [line for _, line in files[2]]
+    if files[0].num_torn and not rollouts:
+        raise RunFolderError(f"{path}: none of its {files[0].num_torn} lines is JSON; give the file of a run")
     return Run(
         name=folder.resolve().name,
-        rollouts=[_parsed(_rollout_row, line, where) for where, line in _lines(rollouts)],
-        updates=sorted(
-            (_parsed(_update, line, where) for where, line in _lines(folder / UPDATES)),
-            key=lambda update: update.finished_at,
-        ),
-        metrics=[line for _, line in _lines(folder / METRICS)],
+        rollouts=rollouts,
+        updates=sorted(updates, key=lambda update: update.finished_at),
+        metrics=metrics,
+        num_torn=sum(file.num_torn for file in files),
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each line is, and what it says."""
-    if not path.exists():
-        return
+class JsonLines:
+    """Iterates over (where it is, what it says) of each line; of none where there is no file. Raises RunFolderError for
+    a line of JSON that is no object, and for a file that cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_torn = 0
+        """Lines so far that are no JSON."""
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not self._path.exists():
+            return
+        try:
+            # a line may be torn inside a character
+            with self._path.open(encoding="utf-8-sig", errors="replace") as file:
+                for number, text in enumerate(file, 1):
+                    if text.isspace():
+                        continue
+                    try:
+                        line = json.loads(text)
+                    except (ValueError, RecursionError):
+                        self.num_torn += 1
+                        continue
+                    where = f"{self._path}:{number}"
+                    if not isinstance(line, dict):
+                        raise RunFolderError(f"{where}: must be a JSON object, got {text!r:.60}; remove the line")
+                    yield where, line
+        except OSError as error:
+            raise RunFolderError(f"{self._path} cannot be read: {error}") from None
+
+
+def _parsed(parse: Callable[[Fields], T], line: dict[str, Any], where: str) -> T:
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                try:
-                    line = json.loads(text)
-                except ValueError as error:
-                    if not text.endswith("\n"):
-                        return  # the run was killed as it wrote it
-                    raise RunFolderError(f"{path}:{number}: no JSON ({error}); remove the line") from None
-                if not isinstance(line, dict):
-                    raise RunFolderError(f"{path}:{number}: must be a JSON object, got {text!r:.60}; remove the line")
-                yield f"{path}:{number}", line
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"{path} cannot be read: {error}") from None
+        return parse(Fields(line))
+    except ValueError as error:
+        raise RunFolderError(f"{where}: {error}; it is no line of this release's format") from None
 
 
-def _parsed(parse: Callable[[dict[str, Any]], T], line: dict[str, Any], where: str) -> T:
-    try:
-        return parse(line)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunFolderError(
-            f"{where}: {type(error).__name__}: {error}; it is no line of this release's format"
-        ) from None
-
-
-def _rollout_row(line: dict[str, Any]) -> RolloutRow:
-    timings, metadata = line.get("timings") or {}, line.get("metadata") or {}
-    prompt = metadata.get("prompt")
+def _rollout_row(line: Fields) -> RolloutRow:
+    timings, num_tokens = line.fields("timings"), len(line.items("token_ids"))
+    prompt = line.fields("metadata").anything("prompt")
     return RolloutRow(
-        rollout_id=str(line["rollout_id"]),
-        group_id=line.get("group_id"),
-        sample_index=int(line.get("sample_index", 0)),
-        worker_id=line.get("worker_id"),
-        step=line.get("step"),
-        trained_version=line.get("trained_version"),
-        ending=line.get("ending"),
+        rollout_id=str(line.required("rollout_id")),
+        group_id=line.text("group_id"),
+        sample_index=line.whole("sample_index") or 0,
+        worker_id=line.text("worker_id"),
+        step=line.whole("step"),
+        trained_version=line.whole("trained_version"),
+        ending=line.text("ending"),
         prompt=None if prompt is None else str(prompt),
-        text=line.get("text"),
-        num_tokens=len(line["token_ids"]),
-        reward=None if line.get("reward") is None else float(line["reward"]),
-        finish_reason=line.get("finish_reason"),
-        error=line.get("error"),
-        spans=tuple((int(start), int(version)) for start, version in line["version_spans"]),
-        submitted_at=timings.get("submitted_at"),
-        started_at=timings.get("started_at"),
-        finished_at=timings.get("finished_at"),
+        text=line.text("text"),
+        num_tokens=num_tokens,
+        reward=line.number("reward"),
+        finish_reason=line.text("finish_reason"),
+        error=line.text("error"),
+        spans=_spans(line.items("version_spans"), num_tokens),
+        submitted_at=timings.seconds("submitted_at"),
+        started_at=timings.seconds("started_at"),
+        finished_at=timings.seconds("finished_at"),
     )
 
 
-def _update(line: dict[str, Any]) -> Update:
+def _spans(found: list[Any], num_tokens: int) -> tuple[tuple[int, int], ...]:
+    if not all(isinstance(span, list) and len(span) == 2 and all(map(is_whole, span)) for span in found):
+        raise ValueError(f"version_spans must be pairs of whole numbers, got {found!r:.60}")
+    starts = [start for start, _ in found]
+    if starts != sorted(set(starts)) or starts[:1] not in ([], [0]) or starts[-1:] >= [max(num_tokens, 1)]:
+        raise ValueError(f"version_spans must begin at 0 and rise below the {num_tokens} tokens, got {found!r:.60}")
+    return tuple((start, version) for start, version in found)
+
+
+def _update(line: Fields) -> Update:
+    for name in ("version", "wait_s", "held_s", "finished_at"):
+        line.required(name)
     return Update(
-        version=int(line["version"]),
-        worker_id=line.get("worker_id"),
-        wait_s=float(line["wait_s"]),
-        held_s=float(line["held_s"]),
-        straddlers=int(line.get("straddlers", 0)),
-        finished_at=float(line["finished_at"]),
+        version=line.whole("version") or 0,
+        worker_id=line.text("worker_id"),
+        wait_s=line.seconds("wait_s") or 0.0,
+        held_s=line.seconds("held_s") or 0.0,
+        straddlers=line.whole("straddlers") or 0,
+        finished_at=line.seconds("finished_at") or 0.0,
     )

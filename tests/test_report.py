@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollout import FinishReason, Rollout, RunLog, Timings, UpdateRecord, VersionSpan
+from rollout.fleet.rollout_log import RolloutLog
 from rollsync_cli.errors import RunFolderError
 from rollsync_cli.report import MAX_TEXT, MAX_TEXTS, render, write_report
 from rollsync_cli.run_files import read_run
@@ -358,18 +359,120 @@ def test_rewards_that_are_no_numbers_leave_the_others_alone(tmp_path: Path) -> N
 # -------------------------------------------------------------------------------------------------------- the files
 
 
-def test_a_line_that_was_cut_short_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_short_is_left_out_and_counted_wherever_it_is(tmp_path: Path) -> None:
     path = a_run(tmp_path, [a_rollout(f"r-{i}", 0, 1, [(0, 0)]) for i in range(3)])
     file = path / "rollouts.jsonl"
-    whole = file.read_text()
-    file.write_text(whole[:-30])
-    assert [row.rollout_id for row in read_run(path).rollouts] == ["r-0", "r-1"]
-    file.write_text(whole[:-30] + "\n")
-    with pytest.raises(RunFolderError, match=r"rollouts\.jsonl:3: no JSON"):
-        read_run(path)
-    file.write_text(whole + '{"rollout_id": "r-3"}\n')
-    with pytest.raises(RunFolderError, match=r"rollouts\.jsonl:4: KeyError"):
-        read_run(path)
+    first, second, third = file.read_text().splitlines(keepends=True)
+    for text in (
+        first + second[:-30],
+        first + second[:-30] + "\n" + third,
+        first + second[:-30] + third,
+        first + "[" * 99999,
+    ):
+        file.write_text(text)
+        run = read_run(path)
+        assert [row.rollout_id for row in run.rollouts] == (["r-0", "r-2"] if text.endswith("\n" + third) else ["r-0"])
+        assert run.num_torn == 1
+        assert "1 lines of its files are no JSON and are left out" in write_report(path).read_text()
+
+
+def test_a_run_that_goes_on_after_it_was_killed_in_a_line_loses_only_that_line(tmp_path: Path) -> None:
+    path = a_run(tmp_path, [a_rollout(f"r-{i}", 0, 1, [(0, 0)]) for i in range(2)], [an_update(1, 0.5)])
+    for name in ("rollouts.jsonl", "updates.jsonl"):
+        whole = (path / name).read_text()
+        (path / name).write_text(whole[:-30])
+    log = RolloutLog(path / "rollouts.jsonl", None)
+    log.write_update("w0", an_update(2, 0.7))
+    log.close()
+    again = RolloutLog(path / "rollouts.jsonl", None)
+    again.write_update("w0", an_update(3, 0.9))
+    again.close()
+    run = read_run(path)
+    assert [row.rollout_id for row in run.rollouts] == ["r-0"]
+    assert [update.version for update in run.updates] == [2, 3]
+    assert run.num_torn == 2
+
+
+GOOD = {
+    "rollout_id": "r",
+    "token_ids": [3, 4],
+    "version_spans": [[0, 1]],
+    "reward": 1.0,
+    "step": 1,
+    "trained_version": 1,
+    "timings": {"submitted_at": 1.0, "started_at": 2.0, "finished_at": 3.0},
+}
+GOOD_UPDATE = {"version": 1, "wait_s": 0.1, "held_s": 0.1, "finished_at": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout_id": None}, "rollout_id is missing"),
+        ({"step": "2"}, "step must be a whole number, got '2'"),
+        ({"step": float("nan")}, "step must be a whole number, got nan"),
+        ({"step": True}, "step must be a whole number, got True"),
+        ({"trained_version": "3"}, "trained_version must be a whole number"),
+        ({"text": 5}, "text must be text, got 5"),
+        ({"worker_id": 5}, "worker_id must be text"),
+        ({"group_id": 5}, "group_id must be text"),
+        ({"error": {"a": 1}}, "error must be text"),
+        ({"reward": "1"}, "reward must be a number"),
+        ({"reward": 10**400}, "reward must be a number, got one of 401 digits"),
+        ({"token_ids": None}, "token_ids is missing"),
+        ({"token_ids": "ab"}, "token_ids must be a list"),
+        ({"version_spans": [[0, 1], [2, 2]]}, "below the 2 tokens"),
+        ({"version_spans": [[0, 1], [0, 2]]}, "begin at 0 and rise"),
+        ({"version_spans": [[0, 1.5]]}, "pairs of whole numbers"),
+        ({"token_ids": [], "version_spans": [[0, 1], [1, 2]]}, "below the 0 tokens"),
+        ({"metadata": "abc"}, "metadata must be an object"),
+        ({"timings": [1]}, "timings must be an object"),
+        ({"timings": {"started_at": "x"}}, "started_at must be a number"),
+        ({"timings": {"started_at": float("nan")}}, "started_at must be seconds"),
+        ({"timings": {"started_at": 1.0, "finished_at": float("inf")}}, "finished_at must be seconds"),
+    ],
+)
+def test_a_field_that_is_not_of_the_format_is_named_with_its_line(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(f"{json.dumps(GOOD)}\n{json.dumps({**GOOD, **changes})}\n")
+    with pytest.raises(RunFolderError, match=r"rollouts\.jsonl:2: ") as refusal:
+        write_report(tmp_path)
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"version": None}, "version is missing"),
+        ({"held_s": float("nan")}, "held_s must be seconds"),
+        ({"wait_s": -1}, "wait_s must be seconds"),
+        ({"finished_at": float("inf")}, "finished_at must be seconds"),
+        ({"finished_at": 1e300}, "finished_at must be seconds"),
+        ({"worker_id": 3}, "worker_id must be text"),
+    ],
+)
+def test_a_field_of_an_update_that_is_not_of_the_format_is_named_with_its_line(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "rollouts.jsonl").write_text(f"{json.dumps(GOOD)}\n")
+    (tmp_path / "updates.jsonl").write_text(f"{json.dumps({**GOOD_UPDATE, **changes})}\n")
+    with pytest.raises(RunFolderError, match=r"updates\.jsonl:1: ") as refusal:
+        write_report(tmp_path)
+    assert says in str(refusal.value)
+
+
+def test_rewards_near_the_largest_number_leave_a_page(tmp_path: Path) -> None:
+    lines = [{**GOOD, "reward": reward} for reward in (1e308, -1e308, 0.5)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "step 1: 0.500 ± 0.000, 1 rollouts" in write_report(tmp_path).read_text()
+
+
+def test_a_mark_at_the_beginning_of_a_file_and_blank_lines_are_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_text(f"\ufeff{json.dumps(GOOD)}\n\n{json.dumps(GOOD)}\n", encoding="utf-8")
+    run = read_run(tmp_path)
+    assert (len(run.rollouts), run.num_torn) == (2, 0)
 
 
 def test_a_file_of_rollouts_alone_is_a_run(tmp_path: Path) -> None:

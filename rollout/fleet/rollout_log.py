@@ -5,7 +5,7 @@ from pathlib import Path
 from rollout.batches.collection import GroupWork
 from rollout.batches.entries import Ending
 from rollout.batches.records import rollout_line
-from rollout.run_log import UPDATES, update_line
+from rollout.run_log import UPDATES, open_to_append, update_line
 from rollout.status import UpdateRecord
 from rollout.types import Decoder
 
@@ -16,8 +16,8 @@ class RolloutLog:
 
     def __init__(self, path: Path, tokenizer: Decoder | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._rollouts = path.open("a", encoding="utf-8")
-        self._updates = path.with_name(UPDATES).open("a", encoding="utf-8")
+        self._rollouts = open_to_append(path)
+        self._updates = open_to_append(path.with_name(UPDATES))
         self._tokenizer = tokenizer
 
     def write(self, work: GroupWork, ending: Ending) -> None:
