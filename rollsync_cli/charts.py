@@ -3,10 +3,16 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeVar
 
 WIDTH, HEIGHT = 560.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 10.0, 34.0
 MAX_DOTS = 60
+MAX_MARKS = 400
+"""Points of a line and stacks of a chart: more than its pixels can tell apart only make the page heavy."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,12 @@ class Point:
 
 
 def line_chart(title: str, note: str, x_label: str, points: Sequence[Point], *, from_zero: bool) -> Chart:
-    """A line through the points with the band of their ranges; dots where there is room for them."""
+    """A line through the points with the band of their ranges; dots where there is room for them. Of more than `MAX_MARKS`
+    points each mark is of several neighbours, and the note says so."""
+    parts = runs(points, MAX_MARKS)
+    points = [_merged(part) for part in parts]
+    if parts and len(parts[0]) > 1:
+        note = f"{note}; a mark is the mean of {len(parts[0])}, and the whole range of theirs"
     if not points:
         return Chart(title=title, note=note, x_label=x_label, x_ticks=[], y_ticks=[])
     x, x_ticks = _x_axis([point.x for point in points])
@@ -130,12 +141,18 @@ def bar_chart(
     legend: tuple[tuple[str, str], ...],
     whole: bool = False,
 ) -> Chart:
-    """`legend`: css class and label of each value of a stack, from the bottom up. `whole`: the values are counts."""
+    """`legend`: css class and label of each value of a stack, from the bottom up. `whole`: the values are counts. Of more than
+    `MAX_MARKS` stacks each one shown is the highest of several neighbours, and the note says so."""
+    parts = runs(stacks, MAX_MARKS)
+    stacks = [max(part, key=lambda stack: sum(stack.values)) for part in parts]
+    if parts and len(parts[0]) > 1:
+        note = f"{note}; the highest of each {len(parts[0])}"
     if not stacks:
         return Chart(title=title, note=note, x_label=x_label, x_ticks=[], y_ticks=[])
     x, x_ticks = _x_axis([stack.x for stack in stacks])
     y, y_ticks = _y_axis(0.0, max(sum(stack.values) for stack in stacks), whole=whole)
     span = max(stack.x for stack in stacks) - min(stack.x for stack in stacks) + 1
+    span /= max(len(part) for part in parts)
     width = min(28.0, max(0.6, 0.7 * (WIDTH - LEFT - RIGHT) / span))
     rects: list[Rect] = []
     for stack in stacks:
@@ -154,6 +171,24 @@ def bar_chart(
             )
     return Chart(
         title=title, note=note, x_label=x_label, x_ticks=x_ticks, y_ticks=y_ticks, rects=tuple(rects), legend=legend
+    )
+
+
+def runs(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """The items in at most `most` runs of neighbours, all equally long but for the last."""
+    size = max(math.ceil(len(items) / most), 1)
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _merged(points: Sequence[Point]) -> Point:
+    if len(points) == 1:
+        return points[0]
+    return Point(
+        x=fmean(point.x for point in points),
+        y=fmean(point.y for point in points),
+        low=min(point.low for point in points),
+        high=max(point.high for point in points),
+        title="",  # only dots have one, and there are fewer of them
     )
 
 

@@ -26,7 +26,8 @@ class Fields:
         return self._line.get(name)
 
     def text(self, name: str) -> str | None:
-        return self._of(name, str, "text")
+        found: str | None = self._of(name, str, "text")
+        return found
 
     def fields(self, name: str) -> "Fields":
         """An object in this one; without fields where there is none."""

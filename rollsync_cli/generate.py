@@ -1,6 +1,7 @@
 """`rollsync generate`: a file of prompts in, a line a rollout out, in the order of the prompts."""
 
 import json
+import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -70,9 +71,12 @@ def run(job: Job) -> int:
         params = SamplingParams(**job.sampling)
     except InvalidRequestError as error:
         raise CommandError(str(error)) from None
+    if job.timeout_s is not None and not 0 < job.timeout_s < math.inf:
+        raise CommandError(
+            f"--timeout must be a number of seconds above 0, got {job.timeout_s:g}; leave it out for none"
+        )
     lines = read_prompts(job.prompts)
-    if job.out != STDIO and job.out.exists() and not job.force:
-        raise CommandError(f"{job.out} exists; give another --out, or --force to replace it")
+    check_out(job)
     with load_engine(job) as engine, _opened(job) as file:
         num_failed = 0
         shown = tqdm(
@@ -93,18 +97,32 @@ def run(job: Job) -> int:
     return num_failed
 
 
+def check_out(job: Job) -> None:
+    """CommandError for a file that cannot be written or is to be kept; before a model is loaded for it."""
+    if job.out == STDIO:
+        return
+    if not job.out.parent.is_dir():
+        raise CommandError(f"{job.out} cannot be written: there is no folder {job.out.parent}; make it first")
+    if not job.out.exists():
+        return
+    if job.prompts != STDIO and job.out.samefile(job.prompts):
+        raise CommandError(f"--out {job.out} is the file of the prompts; give another")
+    if not job.force:
+        raise CommandError(f"{job.out} exists; give another --out, or --force to replace it")
+
+
 def read_prompts(path: Path) -> list[Line]:
-    """Blank lines are skipped. CommandError if there is nothing to read; a line that is no JSON is a prompt that cannot
+    """Blank lines are skipped, and a mark of the byte order. CommandError if there is nothing to read; a line that is no JSON is a prompt that cannot
     work."""
     try:
-        text = sys.stdin.read() if path == STDIO else path.read_text(encoding="utf-8")
+        text = sys.stdin.read().removeprefix("\ufeff") if path == STDIO else path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"the prompts cannot be read: {error}") from None
     # not splitlines(), which also splits at characters that JSON allows inside a string
     texts = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not texts:
         raise CommandError(f"{path} holds no prompts; a .jsonl file has one JSON value a line, others a prompt a line")
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         return [Line(number=number, row=line) for number, line in enumerate(texts)]
     return [_json_line(number, line) for number, line in enumerate(texts)]
 
@@ -205,6 +223,8 @@ def _result(rollout: "RolloutFuture | Rollout") -> Rollout:
 def _json_line(number: int, text: str) -> Line:
     try:
         return Line(number=number, row=json.loads(text))
+    except RecursionError:
+        return Line(number=number, row=text[:60], error="the JSON value is nested too deeply to be a prompt")
     except ValueError as error:
         return Line(
             number=number, row=text, error=f"no JSON: {error}; a line of text belongs into a file of another suffix"

@@ -105,7 +105,7 @@ def read_run(path: Path) -> Run:
     files = [JsonLines(path), JsonLines(folder / UPDATES), JsonLines(folder / METRICS)]
     rollouts = [_parsed(_rollout_row, line, where) for where, line in files[0]]
     updates = [_parsed(_update, line, where) for where, line in files[1]]
-    metrics = [line for _, line in files[2]]
+    metrics: list[Mapping[str, Any]] = [line for _, line in files[2]]
     if files[0].num_torn and not rollouts:
         raise RunFolderError(f"{path}: none of its {files[0].num_torn} lines is JSON; give the file of a run")
     return Run(

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from rollout import RunLog
 from rollsync_cli.checks import Status
 from rollsync_cli.doctor import check_shared_memory
+from rollsync_cli.generate import Line, read_prompts
 from rollsync_cli.interrupts import after_block
 from rollsync_cli.main import app
 from rollsync_cli.versions import check_version
@@ -102,6 +103,21 @@ def test_each_prompt_has_its_line_in_order_also_when_some_are_refused(model: Pat
             assert isinstance(line["text"], str)
 
 
+def test_a_prompt_that_the_model_or_json_cannot_take_leaves_the_others(model: Path, tmp_path: Path) -> None:
+    prompts = a_file(tmp_path, '"w5"', '"half \\ud83d"', "[" * 100_000, '[{"role": "user"}]', '"w6"')
+    lines = lines_of(rollsync("generate", prompts, "--model", model, *SMALL).stdout)
+    assert [line["error"] is not None for line in lines] == [False, True, True, False, False]
+    assert "the tokenizer cannot encode" in lines[1]["error"]
+    assert "nested too deeply" in lines[2]["error"]
+
+
+@pytest.mark.parametrize(("name", "first"), [("p.jsonl", '"w5"'), ("p.JSONL", '"w5"'), ("p.txt", "w5")])
+def test_a_mark_of_the_byte_order_and_the_case_of_a_suffix_are_nothing(tmp_path: Path, name: str, first: str) -> None:
+    path = tmp_path / name
+    path.write_text(f"\ufeff{first}\n", encoding="utf-8")
+    assert read_prompts(path) == [Line(number=0, row="w5")]
+
+
 def test_text_from_stdin_gives_rollouts_on_stdout_and_nothing_else_there(model: Path) -> None:
     done = rollsync("generate", "-", "--model", model, "--max-new-tokens", 3, stdin="w5\n\nw6 w7\n")
     assert done.exit_code == 0, done.output
@@ -150,7 +166,11 @@ def test_chat_applies_the_models_template_to_text(model: Path, tmp_path: Path) -
         (("empty.txt", "--model", "MODEL"), "holds no prompts"),
         (("prompts.txt", "--model", "/no/such/folder"), "there is no folder '/no/such/folder'"),
         (("prompts.txt", "--model", "MODEL", "--out", "taken.jsonl"), "--force"),
-        (("prompts.txt", "--model", "MODEL", "--out", "no/such/folder.jsonl"), "no/such/folder.jsonl"),
+        (("prompts.txt", "--model", "/no/such/model", "--out", "no/such/folder.jsonl"), "no folder no/such; make it"),
+        (("prompts.txt", "--model", "MODEL", "--out", "prompts.txt", "--force"), "is the file of the prompts"),
+        (("prompts.txt", "--model", "MODEL", "--timeout", "0"), "--timeout must be a number of seconds above 0, got 0"),
+        (("prompts.txt", "--model", "MODEL", "--timeout", "-1"), "--timeout must be"),
+        (("prompts.txt", "--model", "MODEL", "--timeout", "nan"), "--timeout must be"),
         (("prompts.txt", "--model", "MODEL", "--temperature", "-1"), "temperature must be at least 0"),
         (("prompts.txt", "--model", "MODEL", "--max-new-tokens", "0"), "max_new_tokens must be at least 1"),
         (("prompts.txt", "--model", "PLAIN", "--chat"), "no chat template"),
@@ -179,7 +199,7 @@ def test_what_cannot_start_says_so_in_one_line_with_exit_code_2(
     complaint = done.stderr.splitlines()[-1]
     assert complaint.startswith("rollsync: error: ")
     assert words in complaint
-    assert Path("taken.jsonl").read_text() == "mine"
+    assert (Path("taken.jsonl").read_text(), Path("prompts.txt").read_text()) == ("mine", "w5\n")
     assert done.stdout == ""
 
 

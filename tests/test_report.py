@@ -13,6 +13,7 @@ import pytest
 
 from rollout import FinishReason, Rollout, RunLog, Timings, UpdateRecord, VersionSpan
 from rollout.fleet.rollout_log import RolloutLog
+from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
 from rollsync_cli.errors import RunFolderError
 from rollsync_cli.report import MAX_TEXT, MAX_TEXTS, render, write_report
 from rollsync_cli.run_files import read_run
@@ -354,6 +355,30 @@ def test_rewards_that_are_no_numbers_leave_the_others_alone(tmp_path: Path) -> N
     ).read_text()
     assert "step 1: 0.250 ± 0.000, 1 rollouts" in html
     assert not re.search(r'="-?(nan|inf)', html)
+
+
+def test_a_chart_has_room_for_a_long_run_and_hides_no_extreme() -> None:
+    num, spike = 25 * MAX_MARKS + 7, 4321
+    points = [
+        Point(x=step, y=1.0, low=0.0, high=9.0 if step == spike else 2.0, title=f"step {step}") for step in range(num)
+    ]
+    line = line_chart("Reward", "mean", "step", points, from_zero=False)
+    assert 0.9 * MAX_MARKS < line.line.count(",") <= MAX_MARKS
+    assert line.band.count(",") == 2 * line.line.count(",")
+    assert line.note == "mean; a mark is the mean of 26, and the whole range of theirs"
+    heights = [float(place.partition(",")[2].rstrip("Z")) for place in line.band[1:].split("L")]
+    assert sorted(heights)[0] < sorted(heights)[1] - 50, "the spike is gone"
+    stacks = [Stack(x=step, values=(1.0, 8.0 if step == spike else 0.0), title=f"v{step}") for step in range(num)]
+    bars = bar_chart("Pauses", "ms", "version", stacks, legend=(("held", "held"), ("wait", "wait")))
+    assert 0.9 * MAX_MARKS < len(bars.rects) <= MAX_MARKS + 1
+    assert bars.note == "ms; the highest of each 26"
+    assert f"v{spike}" in {rect.title for rect in bars.rects}
+
+
+def test_a_chart_of_a_short_run_shows_each_step() -> None:
+    points = [Point(x=step, y=step, low=step, high=step, title=f"step {step}") for step in range(MAX_MARKS)]
+    line = line_chart("Reward", "mean", "step", points, from_zero=False)
+    assert (line.line.count(","), line.note) == (MAX_MARKS, "mean")
 
 
 # -------------------------------------------------------------------------------------------------------- the files
