@@ -141,6 +141,7 @@ def test_advantages_are_relative_to_the_rows_own_group() -> None:
     assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_equal_rewards_and_a_group_of_one_get_no_advantage() -> None:
-    advantages = group_advantages(torch.tensor([0.5, 0.5, 3.0]), torch.tensor([0, 0, 1]))
-    assert advantages.tolist() == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize(("reward", "size"), [(0.5, 2), (0.1, 3), (100.1, 8), (1000.1, 3), (-12345.67, 7), (3e30, 5)])
+def test_equal_rewards_and_a_group_of_one_get_no_advantage(reward: float, size: int) -> None:
+    rewards = torch.tensor([reward] * size + [3.0])
+    assert not group_advantages(rewards, torch.tensor([0] * size + [1])).any()

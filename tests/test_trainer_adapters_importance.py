@@ -49,6 +49,7 @@ def test_token_of_weight_0_has_no_gradient_and_counts_in_the_mean() -> None:
         torch.full((1, 2), -1.0),
         torch.tensor([3.0]),
         torch.ones(1, 2, dtype=torch.bool),
+        proximal_logprobs=torch.full((1, 2), -1.0),
         importance_weights=torch.tensor([[0.0, 0.5]]),
     )
     loss.backward()
@@ -56,6 +57,12 @@ def test_token_of_weight_0_has_no_gradient_and_counts_in_the_mean() -> None:
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [pytest.approx([0.0, -0.75])]
     assert (metrics.num_tokens, metrics.truncated_share) == (2, 0.5)
+
+
+def test_weights_without_the_log_probs_that_they_weigh_are_refused() -> None:
+    zeros = torch.zeros(1, 2)
+    with pytest.raises(AdapterError, match="need proximal_logprobs beside them"):
+        grpo_loss(zeros, zeros, torch.zeros(1), zeros.bool(), importance_weights=torch.ones(1, 2))
 
 
 def test_weights_of_another_shape_are_refused() -> None:

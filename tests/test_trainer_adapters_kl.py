@@ -15,6 +15,16 @@ def test_estimate_of_single_tokens() -> None:
     assert reference_kl(logprobs, reference).tolist() == [pytest.approx(expected)]
 
 
+def test_estimate_is_never_negative_however_near_the_policies_are() -> None:
+    logprobs = -torch.rand(1, 10_000, generator=torch.Generator().manual_seed(0))
+    for distance in (1e-3, 1e-5, 1e-7):
+        reference = logprobs + distance * torch.randn(1, 10_000, generator=torch.Generator().manual_seed(1))
+        estimate = reference_kl(logprobs, reference)
+        assert (estimate >= 0).all()
+        half_square = (reference - logprobs).square() / 2
+        assert torch.allclose(estimate, half_square, rtol=1e-2, atol=1e-9), "what is left is rounding error"
+
+
 def test_mean_over_the_policys_own_tokens_is_the_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
     policy, reference = torch.randn(2, 5, generator=generator).log_softmax(-1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_adapters import AdapterError, grpo_loss, token_logprobs
+from trainer_adapters import AdapterError, grpo_loss, ppo_loss, token_logprobs
 
 
 def loss_of(logprob: float, old: float, advantage: float, **options: Any) -> tuple[float, float, Any]:
@@ -204,3 +204,16 @@ def test_what_broadcasting_would_accept_in_silence_is_refused(changes: dict[str,
     }
     with pytest.raises(AdapterError, match=message):
         grpo_loss(**{**given, **changes})
+
+
+def test_long_batch_in_half_precision_has_the_loss_of_float32() -> None:
+    zeros, counted = torch.zeros(1, 70_000).half(), torch.ones(1, 70_000, dtype=torch.bool)
+    logprobs = zeros.clone().requires_grad_()
+    loss, _ = grpo_loss(logprobs, zeros, torch.tensor([1.5]).half(), counted)
+    loss.backward()
+    assert loss.item() == -1.5
+    assert logprobs.grad is not None
+    assert logprobs.grad.isfinite().all()
+    critic = {"values": zeros + 3, "old_values": zeros + 3, "returns": zeros}
+    _, metrics = ppo_loss(zeros, zeros, zeros + 1, counted, **critic)
+    assert (metrics.policy_loss, metrics.value_loss) == (-1.0, 4.5)

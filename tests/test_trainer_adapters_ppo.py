@@ -101,6 +101,11 @@ def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_mask() -> No
     assert normalised(row(3, 7), mask(1, 0)).tolist() == normalised(row(3, 7), mask(0, 0)).tolist() == [[0, 0]]
 
 
+@pytest.mark.parametrize(("value", "count"), [(0.1, 7), (1.1, 100), (-3.3, 11), (1000.1, 1000), (3e30, 5)])
+def test_equal_advantages_are_normalised_to_0(value: float, count: int) -> None:
+    assert not normalised(torch.full((1, count), value), torch.ones(1, count, dtype=torch.bool)).any()
+
+
 MISTAKES: dict[str, tuple[Any, ...]] = {
     "rewards must be .B, T., got .1.": (torch.ones(1), row(1), mask(1)),
     "values must be .1, 2., got .1, 1.": (row(1, 2), row(1), mask(1, 1)),
@@ -213,6 +218,15 @@ def test_loss_inputs_that_would_broadcast_are_refused(name: str) -> None:
 def test_value_clip_must_leave_room(value_clip: float) -> None:
     with pytest.raises(AdapterError, match="value_clip must be above 0"):
         ppo(row(1), row(1), mask(1), value_clip=value_clip)
+
+
+def test_value_head_computes_in_float32_under_autocast_too() -> None:
+    head = ValueHead(64)
+    torch.nn.init.normal_(head.linear.weight, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values = head(hidden)
+    assert torch.equal(values, head(hidden))
 
 
 def test_value_head_begins_at_0_in_float32_and_learns() -> None:

@@ -1,5 +1,7 @@
 """From one reward per rollout to one advantage per token, with a critic."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -76,15 +78,19 @@ def gae(
 
 
 def normalised(advantages: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Advantages [B, T] with mean 0 and standard deviation 1 over the unmasked tokens of the call; 0 where masked.
+    """Advantages [B, T] float32 with mean 0 and standard deviation 1 over the unmasked tokens of the call; 0 where masked.
 
     The deviation is divided by n. One token, or equal ones, give 0. Source: PPO's reference code (Schulman et al. 2017).
     """
     _check("mask", mask, advantages.shape)
-    counted = mask.bool()
+    counted, advantages = mask.bool(), advantages.float()
+    if not advantages.numel():
+        return advantages
     count = counted.sum().clamp(min=1)
-    mean = torch.where(counted, advantages, 0.0).sum() / count
-    centred = torch.where(counted, advantages - mean, 0.0)
+    # The mean of large equal values is off by a rounding error, of which the deviation would make 1. From the least one
+    # on, equal values are exactly 0.
+    shifted = torch.where(counted, advantages - torch.where(counted, advantages, math.inf).amin(), 0.0)
+    centred = torch.where(counted, shifted - shifted.sum() / count, 0.0)
     return centred / ((centred.square().sum() / count).sqrt() + eps)
 
 

@@ -115,7 +115,10 @@ def group_advantages(rewards: Tensor, group_index: Tensor, *, eps: float = 1e-4)
     groups, group_of_row = torch.unique(group_index, return_inverse=True)
     zeros = torch.zeros(len(groups), dtype=rewards.dtype, device=rewards.device)
     size = zeros.index_add(0, group_of_row, torch.ones_like(rewards))
-    centred = rewards - (zeros.index_add(0, group_of_row, rewards) / size)[group_of_row]
+    # The mean of equal rewards may be off by a rounding error; from the least one on they are exactly 0.
+    least = torch.full_like(zeros, math.inf).scatter_reduce(0, group_of_row, rewards, "amin")
+    shifted = rewards - least[group_of_row]
+    centred = shifted - (zeros.index_add(0, group_of_row, shifted) / size)[group_of_row]
     variance = zeros.index_add(0, group_of_row, centred.square()) / (size - 1).clamp(min=1)
     return centred / (variance.sqrt()[group_of_row] + eps)
 

@@ -25,4 +25,5 @@ def reference_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
             f"reference_logprobs must be {list(logprobs.shape)} like logprobs, got {list(reference_logprobs.shape)}"
         )
     log_ratio = (reference_logprobs.detach() - logprobs).clamp(max=LARGEST_LOG_RATIO)
-    return log_ratio.exp() - log_ratio - 1
+    # exp(x) - x - 1 would be below 0 for small x, where the 1 rounds away what is left
+    return log_ratio.expm1() - log_ratio

@@ -70,21 +70,28 @@ def grpo_loss(
     `logprobs.detach()` if there is one step per batch. Staleness needs no version here: each token's own log-prob is of
     the version that sampled it.
 
-    `importance_weights` [B, T], constants, take the place of w: those of `masked_importance`, say. A token of weight 0
-    counts in the mean and has no gradient.
+    `importance_weights` [B, T], constants, take the place of w: those of `masked_importance`, say. They weigh pi_prox
+    against mu, so `proximal_logprobs` must come with them. A token of weight 0 counts in the mean and has no gradient.
 
     Sources: clip, PPO (Schulman et al. 2017), eq. 7; group-relative advantages, GRPO (Shao et al. 2024); two clip
     bounds and the mean over tokens, DAPO (Yu et al. 2025); pi_prox apart from mu, decoupled PPO (Hilton et al. 2022);
     truncated importance sampling (Ionides 2008); min(r, C), which binds only where A < 0 and the clip does not,
     dual-clip PPO (Ye et al. 2020).
 
-    Raises AdapterError for shapes that differ or bounds that contradict.
+    Computed in float32, or float64 if that comes in. Raises AdapterError for shapes that differ, bounds that contradict, and weights
+    without `proximal_logprobs`.
     """
     _check_shapes(logprobs, old_logprobs, mask, advantages, proximal_logprobs, importance_weights)
+    if importance_weights is not None and proximal_logprobs is None:
+        raise AdapterError(
+            "importance_weights need proximal_logprobs beside them: without those the ratio is pi / mu already, and each "
+            "token would be weighed twice; pass logprobs.detach() if there is one step per batch"
+        )
     _check_bounds(clip_low, clip_high, max_importance)
     counted = mask.bool()
-    behaviour = old_logprobs.detach()
-    proximal = behaviour if proximal_logprobs is None else proximal_logprobs.detach()
+    # fp16 has no room for the sum over a long batch
+    logprobs, behaviour, advantages = map(at_least_float32, (logprobs, old_logprobs.detach(), advantages))
+    proximal = behaviour if proximal_logprobs is None else at_least_float32(proximal_logprobs.detach())
     # Bounded as logarithms: exp of a large one is inf, and its gradient 0 * inf = NaN. Masked first, for the same reason:
     # a masked position may hold any value.
     log_max = math.log(max_importance)
@@ -113,6 +120,11 @@ def grpo_loss(
         clip_share=num_clipped * share,
         truncated_share=num_truncated * share,
     )
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` itself, or in float32 what is in less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _check_shapes(

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer_adapters.errors import AdapterError
-from trainer_adapters.losses import LossMetrics, grpo_loss
+from trainer_adapters.losses import LossMetrics, at_least_float32, grpo_loss
 
 
 class ValueHead(nn.Module):
     """The critic: from hidden states [B, T, hidden_size] of the policy's last layer to values [B, T] float32.
 
-    A linear layer in float32 that begins at 0, so that untrained values are those of a run without a critic. Columns
+    A linear layer in float32, under autocast too, that begins at 0, so that untrained values are those of a run without a critic. Columns
     [:, :-1] of the values line up with a `RolloutBatch`'s targets. It is no part of the policy and is not published: keep
     it outside the model that the engine knows.
     """
@@ -24,7 +24,8 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        values: Tensor = self.linear(hidden_states.float()).squeeze(-1)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            values: Tensor = self.linear(hidden_states.float()).squeeze(-1)
         return values
 
 
@@ -95,7 +96,8 @@ def ppo_loss(
     counted = mask.bool()
     num_tokens = counted.sum().clamp(min=1)
     # Masked first: a masked position may hold any value, and the gradient of 0 * NaN is NaN.
-    now, before, target = (torch.where(counted, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
+    critics = (values, old_values.detach(), returns.detach())
+    now, before, target = (torch.where(counted, at_least_float32(x), 0.0) for x in critics)
     clipped = torch.minimum(torch.maximum(now, before - value_clip), before + value_clip)
     unclipped_error, clipped_error = (now - target).square(), (clipped - target).square()
     value_loss = torch.maximum(unclipped_error, clipped_error).sum() / num_tokens / 2
