@@ -1,5 +1,6 @@
 """When a Hugging Face Trainer publishes, and what."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from fakes import tiny_llama
 from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from rollout import GenerationEngine, SamplingParams
@@ -70,23 +72,51 @@ def test_publishes_every_nth_step_only(tmp_path: Path) -> None:
         assert watch.seen == [(1, 1, False), (2, 2, True), (3, 2, False), (4, 3, True)]
 
 
-def test_step_that_fp16_left_out_publishes_nothing() -> None:
-    class Skipped:
-        step_was_skipped = True
+class Accelerated:
+    """As accelerate wraps an optimizer, and says what it left out."""
 
-    class State:
-        global_step = 1
+    step_was_skipped = False
 
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_step_that_fp16_left_out_publishes_nothing_and_is_not_counted() -> None:
+    model = tiny_llama()
+    optimizer = Accelerated(SGD(model.parameters(), lr=0.0))
+    with GenerationEngine(tiny_llama(seed=1), copy_weights=True) as engine, WeightSync(engine) as weight_sync:
+        callback = WeightSyncCallback(weight_sync, every_n_steps=2)
+        callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+        versions = []
+        for skipped in (False, True, False, True, False, False):
+            optimizer.step_was_skipped = skipped
+            callback.on_step_end(None, None, None, optimizer=optimizer)
+            versions.append(engine.version)
+        assert versions == [1, 1, 2, 2, 2, 3]
+        assert callback.last_report is not None
+        assert callback.last_report.version == 3
+
+
+def test_step_that_a_fused_optimizer_left_out_publishes_nothing() -> None:
+    """GradScaler calls it also after an overflow, so accelerate does not take the step for a skipped one."""
+    model = tiny_llama()
+    optimizer = Accelerated(AdamW(model.parameters(), lr=0.1, fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    ids = torch.tensor([[5, 6, 7]])
     with GenerationEngine(tiny_llama(seed=1), copy_weights=True) as engine, WeightSync(engine) as weight_sync:
         callback = WeightSyncCallback(weight_sync)
-        callback.on_train_begin(None, State(), None, model=tiny_llama())
-        callback.on_step_end(None, State(), None, optimizer=Skipped())
-        assert engine.version == 1
-        Skipped.step_was_skipped = False
-        callback.on_step_end(None, State(), None, optimizer=Skipped())
-        assert engine.version == 2
-        assert callback.last_report is not None
-        assert callback.last_report.version == 2
+        callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+        versions = []
+        for factor in (1.0, math.inf, 1.0):
+            optimizer.optimizer.zero_grad()
+            scaler.scale(factor * model(ids, labels=ids).loss).backward()
+            scaler.step(optimizer.optimizer)
+            scaler.update()
+            callback.on_step_end(None, None, None, optimizer=optimizer)
+            versions.append(engine.version)
+        assert versions == [2, 2, 3]
+        callback.on_train_end(None, None, None)
+        assert not optimizer.optimizer._optimizer_step_post_hooks
 
 
 def test_trainer_shows_its_callbacks_an_optimizer_that_tells_of_skipped_steps(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """When a training loop publishes."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 from sync import SyncError, SyncReport
 from trainer_adapters import AdapterError, PolicyView, SyncOnStep
@@ -92,16 +93,22 @@ def test_accumulated_micro_steps_of_accelerate_publish_once() -> None:
     assert publisher.published == pytest.approx([0, 1, 2])
 
 
-def test_step_that_fp16_left_out_publishes_nothing() -> None:
-    (model, optimizer), publisher = counter(), Publisher()
+def fp16_step(factor: float, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+    optimizer.zero_grad()
+    scaler.scale(-factor * model(torch.ones(1, 1)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_step_that_fp16_left_out_publishes_nothing_and_is_not_counted(is_fused: bool) -> None:
+    (model, _), publisher = counter(), Publisher()
+    optimizer = AdamW(model.parameters(), lr=1.0, weight_decay=0.0, fused=is_fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with SyncOnStep(publisher, PolicyView(model), optimizer):
-        for factor in (1.0, float("inf"), 1.0):
-            optimizer.zero_grad()
-            scaler.scale(-factor * model(torch.ones(1, 1)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert publisher.published == [0, 1, 2]
+    with SyncOnStep(publisher, PolicyView(model), optimizer, every_n_steps=2):
+        for factor in (1.0, math.inf, 1.0, math.inf, 1.0, 1.0):
+            fp16_step(factor, model, optimizer, scaler)
+    assert publisher.published == pytest.approx([0, 2, 4])
 
 
 def test_failed_publish_raises_out_of_the_step() -> None:
@@ -128,7 +135,8 @@ def test_entering_twice_is_refused() -> None:
         sync_on_step.__enter__()
 
 
-def test_every_n_steps_must_be_at_least_one() -> None:
+@pytest.mark.parametrize("every", [0, True, 1.5, math.nan, "2"])
+def test_every_n_steps_must_be_a_whole_number_of_at_least_one(every: Any) -> None:
     model, optimizer = counter()
-    with pytest.raises(AdapterError, match="every_n_steps must be at least 1, got 0"):
-        SyncOnStep(Publisher(), PolicyView(model), optimizer, every_n_steps=0)
+    with pytest.raises(AdapterError, match="every_n_steps must be at least 1, a whole number, got"):
+        SyncOnStep(Publisher(), PolicyView(model), optimizer, every_n_steps=every)

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sync import SyncReport, WeightSource, WeightSync
 from trainer_adapters.errors import AdapterError
+from trainer_adapters.steps import check_interval, stepping_optimizer, was_left_out
 
 
 class SyncOnStep:
@@ -18,8 +19,8 @@ class SyncOnStep:
         with SyncOnStep(weight_sync, PolicyView(model), optimizer):
             ...train...
 
-    A step that accelerate leaves out (gradient accumulation, an fp16 overflow) is not a real step and publishes
-    nothing. A loop that goes on from a checkpoint begins with a publish too, as the next version: versions only grow. A
+    A step that is left out (by accelerate, which accumulates; after an fp16 overflow) is not a real step: it publishes nothing
+    and is not counted. A loop that goes on from a checkpoint begins with a publish too, as the next version: versions only grow. A
     publish that fails raises out of the `with` or of `step()`. At exit the hook is removed.
     """
 
@@ -33,13 +34,10 @@ class SyncOnStep:
         timeout_s: float = 120.0,
     ) -> None:
         """`optimizer` may be accelerate's wrapper; `timeout_s` bounds each publish."""
-        if every_n_steps < 1:
-            raise AdapterError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self._weight_sync = weight_sync
         self._policy = policy
-        # Accelerate's AcceleratedOptimizer is an Optimizer that runs no hooks; the one it wraps, `.optimizer`, does.
-        self._optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._every_n_steps = every_n_steps
+        self._optimizer = stepping_optimizer(optimizer)
+        self._every_n_steps = check_interval(every_n_steps)
         self._timeout_s = timeout_s
         self._hook: RemovableHandle | None = None
         self._num_steps = 0
@@ -65,6 +63,8 @@ class SyncOnStep:
         self._hook = None
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if was_left_out(optimizer):
+            return
         self._num_steps += 1
         if self._num_steps % self._every_n_steps == 0:
             self._publish()
