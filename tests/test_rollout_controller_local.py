@@ -4,6 +4,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rollout.errors import EngineStateError, RolloutStalledError
 from rollout.fleet.local_fleet import LocalFleet
 from rollout.fleet.loop import ThreadLoop
 from rollout.rollout_config import RolloutConfig
+from sync import WeightSync
 
 PROMPTS = [[2 + n, 3, 4] for n in range(24)]
 
@@ -180,6 +182,25 @@ def test_an_evaluation_is_of_one_version_even_if_a_publish_is_asked_for_meanwhil
     assert len(results) == 4
     assert [len(rollout.version_spans) for rollout in results] == [1] * 4
     assert all(rollout.reward is not None for rollout in results)
+
+
+def test_an_evaluation_is_of_one_version_beside_the_publishes_of_a_weight_sync() -> None:
+    trainer = marker_llama()
+    mark(trainer, 1)
+    with (
+        a_controller(marker_llama()) as controller,
+        WeightSync(controller) as weight_sync,
+        ThreadPoolExecutor() as pool,
+    ):
+        params = SamplingParams(max_new_tokens=60, stop_token_ids=())
+        evaluation = pool.submit(controller.evaluate, [[7, 8]] * 4, params)
+        wait_until(lambda: controller._coordinator.evaluations.num_on("local") > 0 or evaluation.done())
+        report = weight_sync.publish(trainer)
+        results = evaluation.result(60)
+        assert (report.version, report.fenced, controller.engine.version) == (1, (), 1)
+        (after,) = controller.evaluate([[7, 8]], params)
+    assert [len(rollout.version_spans) for rollout in results] == [1] * 4
+    assert set(after.token_ids) == {1}
 
 
 def test_an_evaluation_that_a_publish_cannot_wait_for_carries_its_spans() -> None:
