@@ -227,19 +227,29 @@ class Coordinator:
         self.changed()
 
     def on_lost(self, worker_id: str, error: Exception) -> None:
-        """It died: what it ran goes on elsewhere, from the last snapshot of it."""
+        """It died: what it ran goes on elsewhere, from the last snapshot of it. A death that is known already is no other:
+        supervisor and link may both notice it."""
         seat = self.roster.seats.get(worker_id)
-        if seat is None:
+        if seat is None or seat.is_lost:
             return
-        log.warning("worker %s is lost: %s", worker_id, error)
         self.metrics.num_worker_deaths += 1
         seat.is_lost = True
-        seat.reason = str(error)
-        seat.tokens_per_s = 0.0
         for sample in self.collection.ledger.running_on(worker_id):
             if sample.worker_id is not None:  # else its group was dropped with the sample before it
                 self.judge.fail(self.collection.works[sample.group.number], sample, FailureKind.INFRA, str(error))
         self.evaluations.lost(worker_id, error)
+        self._replace(seat, error)
+
+    def on_restart_failed(self, worker_id: str, error: Exception) -> None:
+        """Another try, if there is one left."""
+        seat = self.roster.seats.get(worker_id)
+        if seat is not None:
+            self._replace(seat, error)
+
+    def _replace(self, seat: Seat, error: Exception) -> None:
+        log.warning("worker %s is lost: %s", seat.worker_id, error)
+        seat.reason = str(error)
+        seat.tokens_per_s = 0.0
         if seat.num_restarts < self.config.worker_restarts:
             seat.num_restarts += 1
             seat.state = WorkerState.RESTARTING
@@ -247,10 +257,10 @@ class Coordinator:
         else:
             seat.state = WorkerState.DEAD
             if all(other.state is WorkerState.DEAD for other in self.roster.seats.values()):
-                failure = WorkerDiedError(f"no worker is left; the last one, {worker_id}: {error}")
+                failure = WorkerDiedError(f"no worker is left; the last one, {seat.worker_id}: {error}")
                 failure.__cause__ = error
                 self.fail(failure)
-        self.roster.touch(worker_id)
+        self.roster.touch(seat.worker_id)
         self.changed()
 
     def on_restarted(self, worker_id: str) -> None:

@@ -1,4 +1,4 @@
-"""The loop of a real controller: a thread for its callbacks, two for each worker."""
+"""The loop of a real controller: a thread for its callbacks, two for each incarnation of a worker."""
 
 import heapq
 import itertools
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from rollout.errors import RolloutError, WorkerUnreachableError
+from rollout.errors import WorkerUnreachableError
 from rollout.fleet.protocols import FleetWorker, WorkerEvents
 from rollout.workers.wire import WorkItem
 
@@ -106,62 +106,123 @@ class ThreadLoop:
 
 
 class ThreadLink:
-    """One thread polls the worker, one sends to it: a worker that answers slowly holds up nobody else."""
+    """A worker through its incarnations. Each is talked to by threads of its own, and a restart has another, so that
+    nothing waits behind a call to the incarnation that is replaced, and nothing which that one says is taken for the
+    next one's."""
+
+    def __init__(self, loop: ThreadLoop, worker: FleetWorker, events: WorkerEvents) -> None:
+        self._loop = loop
+        self._worker = worker
+        self._events = events
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._talk = Talk(loop, worker, events)
+        self._threads = list(self._talk.threads)
+        self._talk.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def submit(self, items: Sequence[WorkItem]) -> None:
+        self._talk.submit(list(items))
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self._talk.cancel(list(request_ids))
+
+    def snapshot(self) -> None:
+        self._talk.snapshot()
+
+    def restart(self, serve_from_version: int) -> None:
+        with self._lock:
+            self._talk.end()
+            if self._is_closed:
+                return
+            name = f"rollsync-restart-{self._worker.worker_id}"
+            thread = threading.Thread(target=self._restart, args=(serve_from_version,), name=name, daemon=True)
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+            thread.start()
+
+    def close(self) -> None:
+        """Listens no more; the worker itself goes on."""
+        with self._lock:
+            self._is_closed = True
+            self._talk.end()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads of a closed link."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _restart(self, serve_from_version: int) -> None:
+        try:
+            self._worker.restart(serve_from_version=serve_from_version)
+        except Exception as error:
+            with self._lock:
+                if not self._is_closed:
+                    self._loop.call_soon(partial(self._events.on_restart_failed, self._worker.worker_id, error))
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._talk = Talk(self._loop, self._worker, self._events)
+                self._threads += self._talk.threads
+                # a death of the new incarnation is told after this, or it would be taken for the one that is known
+                self._loop.call_soon(partial(self._events.on_restarted, self._worker.worker_id))
+                self._talk.start()
+
+
+class Talk:
+    """One thread polls a worker's incarnation, one sends to it: a worker that answers slowly holds up nobody else. It ends
+    at the first sign of a death, which is told once."""
 
     def __init__(self, loop: ThreadLoop, worker: FleetWorker, events: WorkerEvents) -> None:
         self._loop = loop
         self._worker = worker
         self._events = events
         self._sends: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._alive = threading.Event()  # cleared between a death and the next incarnation
-        self._alive.set()
-        self._reporting = threading.Lock()
+        self._over = threading.Event()
+        self._ending = threading.Lock()
         name = worker.worker_id
-        self._threads = [
+        self.threads = [
             threading.Thread(target=self._poll, name=f"rollsync-poll-{name}", daemon=True),
             threading.Thread(target=self._send, name=f"rollsync-send-{name}", daemon=True),
         ]
-        for thread in self._threads:
+
+    def start(self) -> None:
+        """Begins to listen, and to send."""
+        for thread in self.threads:
             thread.start()
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closing.is_set()
+    def submit(self, items: list[WorkItem]) -> None:
+        """Items that are refused are told of."""
+        self._sends.put(partial(self._submit, items))
 
-    def submit(self, items: Sequence[WorkItem]) -> None:
-        self._sends.put(partial(self._submit, list(items)))
-
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        self._sends.put(partial(self._cancel, list(request_ids)))
+    def cancel(self, request_ids: list[str]) -> None:
+        """Their results are not wanted any more."""
+        self._sends.put(partial(self._cancel, request_ids))
 
     def snapshot(self) -> None:
+        """Tells of what runs there."""
         self._sends.put(self._snapshot)
 
-    def restart(self, serve_from_version: int) -> None:
-        self._sends.put(partial(self._restart, serve_from_version))
-
-    def close(self) -> None:
-        """Listens no more; the worker itself goes on."""
-        self._closing.set()
-        self._alive.set()
+    def end(self) -> bool:
+        """Nothing more is told, and what is not sent yet never is. Whether it had not ended before."""
+        with self._ending:
+            if self._over.is_set():
+                return False
+            self._over.set()
         self._sends.put(None)
-
-    def join(self, timeout_s: float) -> None:
-        """Waits for the threads of a closed link."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout_s)
+        return True
 
     def _poll(self) -> None:
-        while not self._closing.is_set():
-            if not self._alive.wait(POLL_TIMEOUT_S):
-                continue
+        while not self._over.is_set():
             try:
                 results = self._worker.poll(POLL_ITEMS, POLL_TIMEOUT_S)
             except WorkerUnreachableError:
-                self._closing.wait(RETRY_AFTER_S)  # its heartbeat says when it is more than slow
-            except RolloutError as error:
+                self._over.wait(RETRY_AFTER_S)  # its heartbeat says when it is more than slow
+            except Exception as error:  # whatever it is, an incarnation that cannot be polled gives nothing
                 self._lost(error)
             else:
                 if results:
@@ -169,7 +230,7 @@ class ThreadLink:
 
     def _send(self) -> None:
         while (send := self._sends.get()) is not None:
-            if self._closing.is_set():
+            if self._over.is_set():
                 return
             send()
 
@@ -181,9 +242,9 @@ class ThreadLink:
                 # the same items may be sent again: a worker takes none twice
                 if not left:
                     self._lost(error)
-                elif self._closing.wait(RETRY_AFTER_S):
+                elif self._over.wait(RETRY_AFTER_S):
                     return
-            except RolloutError as error:
+            except Exception as error:  # whether they arrived is not known, and only a death settles it
                 self._lost(error)
                 return
             else:
@@ -195,33 +256,21 @@ class ThreadLink:
     def _cancel(self, request_ids: list[str]) -> None:
         try:
             self._worker.cancel(request_ids)
-        except RolloutError as error:  # the results are not wanted any more, whether they come or not
+        except Exception as error:  # the results are not wanted any more, whether they come or not
             log.warning("worker %s could not be told to cancel: %s", self._worker.worker_id, error)
 
     def _snapshot(self) -> None:
         try:
             rollouts = self._worker.snapshot()
-        except RolloutError as error:  # the one before it stays in use
+        except Exception as error:  # the one before it stays in use
             log.warning("no snapshot of worker %s: %s", self._worker.worker_id, error)
             return
         self._tell(partial(self._events.on_snapshot, self._worker.worker_id, rollouts))
 
-    def _restart(self, serve_from_version: int) -> None:
-        try:
-            self._worker.restart(serve_from_version=serve_from_version)
-        except RolloutError as error:
-            self._tell(partial(self._events.on_lost, self._worker.worker_id, error))
-            return
-        self._alive.set()
-        self._tell(partial(self._events.on_restarted, self._worker.worker_id))
-
-    def _lost(self, error: RolloutError) -> None:
-        with self._reporting:  # poller and sender both notice a death
-            if not self._alive.is_set() or self._closing.is_set():
-                return
-            self._alive.clear()
-        self._tell(partial(self._events.on_lost, self._worker.worker_id, error))
+    def _lost(self, error: Exception) -> None:
+        if self.end():  # poller and sender both notice a death
+            self._loop.call_soon(partial(self._events.on_lost, self._worker.worker_id, error))
 
     def _tell(self, callback: Callable[[], None]) -> None:
-        if not self._closing.is_set():
+        if not self._over.is_set():
             self._loop.call_soon(callback)

@@ -70,7 +70,10 @@ class WorkerEvents(Protocol):
         """Items were not taken."""
 
     def on_lost(self, worker_id: str, error: Exception) -> None:
-        """The worker died, or could not be restarted. Told once a death."""
+        """The worker died, or cannot be talked to."""
+
+    def on_restart_failed(self, worker_id: str, error: Exception) -> None:
+        """No new incarnation came of a restart that was asked for."""
 
     def on_restarted(self, worker_id: str) -> None:
         """A new incarnation is there."""
