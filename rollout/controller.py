@@ -150,7 +150,7 @@ class RolloutController:
             if not future.cancel():
                 lease = future.result()  # it came at that very moment
             else:
-                status = self.status()
+                status = self._questions.status()
                 why = "; ".join(status["waits_for"]) or "nothing is known to be missing"
                 raise RolloutStalledError(f"no batch within {timeout_s:g} s: {why}", status) from None
         except BaseException:
@@ -276,7 +276,7 @@ class RolloutController:
         """Who waits for what. JSON-safe."""
         if not self._run.is_running:
             return self._coordinator.status()
-        return self._questions.ask(self._coordinator.status)
+        return self._questions.status()
 
     def metrics(self) -> dict[str, float]:
         """Numbers by the field's names: `rollout/...`, `reward/...`, `engine/...`, `sync/...`, `trainer/...`. Each one is

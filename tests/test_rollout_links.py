@@ -1,21 +1,22 @@
 """A controller's threads to its workers: a death counts once, and nothing of a dead incarnation stands in the next one's way."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 from fakes import wait_until
 from threaded_fleet import LIMIT_S, ThreadedFleet, ThreadedWorker
 
-from rollout import Rollout, RolloutConfig, RolloutController
+from rollout import Rollout, RolloutConfig, RolloutController, RolloutStalledError
 from rollout.workers.wire import Finished, Refusal, WorkerState, WorkItem
 
 PROMPTS = [[n + 1] for n in range(40)]
 
 
-def a_controller(*workers: ThreadedWorker, **config: Any) -> RolloutController:
+def a_controller(*workers: ThreadedWorker, prompts: Any = PROMPTS, **config: Any) -> RolloutController:
     settings = {"group_size": 2, "prompts_per_step": 4, "suspect_limit_s": 0.05, **config}
-    return RolloutController.over(ThreadedFleet(*workers), PROMPTS, lambda r, t: 1.0, config=RolloutConfig(**settings))
+    return RolloutController.over(ThreadedFleet(*workers), prompts, lambda r, t: 1.0, config=RolloutConfig(**settings))
 
 
 def test_a_worker_that_stands_still_costs_one_restart() -> None:
@@ -103,3 +104,21 @@ def test_a_restart_that_fails_is_tried_again() -> None:
         assert worker.num_tries == 2
         assert controller.metrics()["rollout/worker_deaths"] == 1
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("rollsync-") and "w0" in t.name])
+
+
+def test_a_source_that_blocks_holds_up_no_limit_and_no_status() -> None:
+    blocked, go = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[list[int]]:
+        yield from PROMPTS[:2]
+        blocked.set()
+        assert go.wait(LIMIT_S)
+        yield from PROMPTS[2:8]
+
+    with a_controller(ThreadedWorker("w0"), prompts=rows()) as controller:
+        assert blocked.wait(LIMIT_S)
+        with pytest.raises(RolloutStalledError, match="no batch within"):
+            controller.next_batch(0.05)
+        assert controller.status()["prompts"] == {"handed_out": 2, "exhausted": False}
+        go.set()
+        assert len(controller.next_batch(LIMIT_S)) == 4

@@ -182,6 +182,20 @@ def test_a_generator_has_one_epoch() -> None:
     assert prompts.next() is None
 
 
+def test_what_is_known_of_the_end_of_an_iterable_is_known_without_reading_it() -> None:
+    def rows() -> Iterator[list[int]]:
+        yield [5]
+        raise AssertionError("it was read")
+
+    prompts = Prompts(rows())
+    take(prompts, 1)
+    assert not prompts.is_known_exhausted
+    short = Prompts(Repeatable(1))
+    take(short, 1)
+    assert short.next() is None
+    assert short.is_known_exhausted
+
+
 def test_a_source_that_got_shorter_is_refused_when_going_on() -> None:
     with pytest.raises(InvalidRequestError, match="ends after 3"):
         Prompts(Repeatable(3)).rewind(5, [])

@@ -136,6 +136,7 @@ class Prompts:
         self._rows: Iterator[Any] | None = None
         self._num_read = 0  # of the iterable, in this epoch
         self._epoch = 0  # of the iterable
+        self._has_ended = False  # the iterable, in its last epoch
         self._next: list[Any] = []  # a row read ahead, to know whether there is one
         self._ids: dict[int, list[int]] = {}  # of a sequence's rows: the template is applied once, not once an epoch
 
@@ -155,6 +156,11 @@ class Prompts:
         if self.length is not None:
             return self._num_epochs is not None and self.cursor >= self.length * self._num_epochs
         return not self._fill()
+
+    @property
+    def is_known_exhausted(self) -> bool:
+        """What is known of that without reading: a source that blocks its reader blocks nobody else."""
+        return self.is_exhausted if self.length is not None else self._has_ended
 
     def rewind(self, cursor: int, numbers: Iterable[int]) -> dict[int, Prompt]:
         """Goes on at `cursor`, and reads again the prompts of these numbers, all below it. For an object that has handed
@@ -198,6 +204,10 @@ class Prompts:
         return self._order[1]
 
     def _fill(self) -> bool:
+        self._has_ended = not self._read_ahead()
+        return not self._has_ended
+
+    def _read_ahead(self) -> bool:
         while not self._next:
             if self._rows is None:
                 if self._num_epochs is not None and self._epoch >= self._num_epochs:

@@ -8,11 +8,14 @@ from typing import Any, TypeVar
 
 from rollout.errors import EngineStateError, RolloutStalledError
 from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.report import Status
 
 T = TypeVar("T")
 
 ASK_TIMEOUT_S = 60.0
 """How long the loop may take to answer what it answers at once."""
+STATUS_TIMEOUT_S = 1.0
+"""How long it is waited for before others look at what it does."""
 NOT_RUNNING = "the controller is not running; use `with controller:` or controller.start()"
 
 
@@ -71,6 +74,14 @@ class Questions:
 
         return self._result(self.put(begin), ASK_TIMEOUT_S, "asking the controller's loop")
 
+    def status(self) -> Status:
+        """Who waits for what, as the loop sees it; as it can be seen from here if the loop is busy with a user's function."""
+        future: Future[Status] = self.put(lambda future: future.set_result(self._coordinator.status()))
+        try:
+            return self._loop.wait(future, STATUS_TIMEOUT_S)
+        except TimeoutError:
+            return self._coordinator.status()
+
     def wait(self, begin: "Callable[[Future[T]], None]", timeout_s: float, doing: str) -> T:
         """What becomes of the future that `begin` is called with. Raises what is fatal to the fleet, and after `timeout_s`
         RolloutStalledError."""
@@ -85,7 +96,7 @@ class Questions:
             if future.done() and not future.cancelled():
                 return future.result()
             future.cancel()
-            raise RolloutStalledError(f"{doing} took longer than {timeout_s:g} s", self._coordinator.status()) from None
+            raise RolloutStalledError(f"{doing} took longer than {timeout_s:g} s", self.status()) from None
 
     def _forget(self, future: "Future[Any]") -> None:
         with self._lock:

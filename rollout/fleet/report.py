@@ -32,7 +32,7 @@ def status_of(coordinator: "Coordinator") -> Status:
             str(lease.number): {"groups": len(lease.groups), "version": lease.version, "age_s": now - lease.since}
             for lease in coordinator.handout.leases.values()
         },
-        "prompts": {"handed_out": coordinator.prompts.cursor, "exhausted": coordinator.prompts.is_exhausted},
+        "prompts": {"handed_out": coordinator.prompts.cursor, "exhausted": coordinator.prompts.is_known_exhausted},
         "workers": {
             seat.worker_id: {
                 "state": str(seat.state),
