@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import tiny_llama
+from process_target import PRELOADED
 from torch import Tensor
 
 from rollout import GenerationEngine
@@ -20,12 +21,14 @@ from sync.layout import Layout
 from sync.manifest import held_tensors
 from sync.transports import InProcess
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def run_ranks(tmp_path: Path, body: Callable[[int], Any]) -> list[Any]:
     """What `body(rank)` returns, or raises, on each of two ranks."""
-    context = multiprocessing.get_context("spawn")
+    # Forked from a process that has no threads and has imported what takes seconds, on a loaded machine half a minute.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     pipes, processes = [], []
     for rank in range(2):
         ours, theirs = context.Pipe()
