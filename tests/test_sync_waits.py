@@ -161,7 +161,7 @@ def test_what_a_target_keeps_of_a_sender_goes_with_that_sender_and_with_no_other
     assert receiver._staged is not None
     second.close()
     assert receiver._staged is receiver._own is None
-    gone = weakref.ref(first), weakref.ref(second)
+    gone = [weakref.ref(part) for part in (first, first._latecomers, second, second._latecomers)]
     del first, second
     gc.collect()
-    assert [weight_sync() for weight_sync in gone] == [None, None], "its targets still hold it"
+    assert [part() for part in gone] == [None] * 4, "its targets still hold it"
