@@ -46,14 +46,14 @@ MODES = {
     "drained": {"ahead": 1, "drains": True},
     "synchronous": {"ahead": 0},
 }
-STALE = Setting(algorithm="grpo", ahead=4)
+STALE = Setting(algorithm="grpo", ahead=8)
 FRESH = Setting(algorithm="grpo", ahead=0)
 ABLATIONS = {
     "synchronous": FRESH,
     "stale prefixes allowed": replace(FRESH, stale_prefixes=True),
     "a quarter of samples fails, left out": replace(FRESH, failing=0.25),
     "failed samples trained": replace(FRESH, failing=0.25, trains_failed=True),
-    "four batches ahead": STALE,
+    "eight batches ahead": STALE,
     "no importance correction": replace(STALE, behaviour=Behaviour.CURRENT),
     "log-probs by version label": replace(STALE, behaviour=Behaviour.LABELLED),
     "wrong version labels": replace(STALE, behaviour=Behaviour.MISLABELLED),
