@@ -18,7 +18,7 @@ from rollout import EngineState
 from sync import SyncConfig, SyncReport, WeightSync
 
 CONFIG = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.05)
-LATE_S = 0.5
+LATE_S = 1.0
 """A publish's limit where a target shall miss it."""
 
 CALLS = ["hello", "begin", *[f"receive+{index}" for index in range(NUM_BUCKETS)], "commit"]
