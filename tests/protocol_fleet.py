@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout import EngineState
 from sync import SyncConfig, SyncReport, WeightSync
 
-CONFIG = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.05)
+CONFIG = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.25)
 LATE_S = 1.0
 """A publish's limit where a target shall miss it."""
 
