@@ -1,18 +1,24 @@
 """One rollout for each prompt of a trainer, and what stays untouched when one fails."""
 
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 from fakes import CancelsOne, tiny_llama
 
 from rollout import (
     EngineConfig,
+    EngineFencedError,
+    EngineState,
     FinishReason,
     GenerationEngine,
+    Rollout,
     RolloutConfig,
     RolloutController,
     SamplingParams,
 )
 from trainer_adapters import AdapterError
-from trainer_adapters.generation import generator_of, groups, is_usable
+from trainer_adapters.generation import EngineGenerator, generator_of, groups, is_usable
 
 A, B, TOO_LONG = [5, 6, 7], [8, 9], list(range(2, 60)) * 9
 PARAMS = SamplingParams(max_new_tokens=6, stop_token_ids=())
@@ -61,6 +67,28 @@ def test_batch_of_which_nothing_could_be_generated_raises_the_reason() -> None:
         make(engine).generate([TOO_LONG, TOO_LONG], PARAMS, 2)
 
 
+class StopsAtThird:
+    """In an engine's place: keeps what it was given open for ever, and does not take the third group."""
+
+    state = EngineState.RUNNING
+
+    def __init__(self) -> None:
+        self.taken: list[list[Future[Rollout]]] = []
+
+    def submit_group(self, prompt_ids: list[int], params: SamplingParams, *, size: int, **_: Any) -> Any:
+        if len(self.taken) == 2:
+            raise EngineFencedError("fenced by an update")
+        self.taken.append([Future() for _ in range(size)])
+        return self.taken[-1]
+
+
+def test_what_was_submitted_before_a_refusal_does_not_go_on() -> None:
+    engine = StopsAtThird()
+    with pytest.raises(EngineFencedError):
+        EngineGenerator(engine, timeout_s=60, max_retries=1).generate([A, A, B, B, [7], [7]], PARAMS, 2)
+    assert [[future.cancelled() for future in group] for group in engine.taken] == [[True] * 2] * 2
+
+
 def test_engine_that_dies_is_restarted_and_its_samples_go_on() -> None:
     with GenerationEngine(tiny_llama(), SMALL) as engine:
         steps = iter(range(1000))
@@ -87,6 +115,24 @@ def test_controller_generates_the_trainers_prompts_while_its_own_rest() -> None:
         assert counts["rollout/samples_issued"] == issued
         assert counts["rollout/samples_running"] == counts["rollout/samples_queued"] == 0
         assert controller.status()["draining"]
+
+
+def test_controllers_own_reward_function_is_not_asked_about_the_trainers_samples() -> None:
+    asked: list[str] = []
+
+    def reward(rollout: Rollout, text: str) -> float:
+        asked.append(rollout.rollout_id)
+        return float(str(rollout.metadata["answer"]))
+
+    rows = [{"prompt": [3, 4], "answer": 1}]
+    config = RolloutConfig(group_size=2, prompts_per_step=1)
+    with RolloutController(tiny_llama(), rows, reward, engine=SMALL, config=config) as controller:
+        for prompts in ([A, A, B, B], [A, B, B]):
+            rollouts = make(controller).generate(prompts, PARAMS, 2)
+            assert [(rollout.prompt_ids, rollout.reward, rollout.error) for rollout in rollouts] == [
+                (prompt, None, None) for prompt in prompts
+            ]
+    assert not [name for name in asked if name.startswith("eval")]
 
 
 def test_sample_that_fails_in_a_controller_fails_alone() -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import groupby
 from typing import Protocol
@@ -29,8 +29,8 @@ class Generator(Protocol):
     """One rollout for each prompt, in their order."""
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
-        """Equal neighbours among the prompts are samples of one prompt, which is prefilled once for each `group_size` of
-        them. A sample that could not be generated is not `is_usable`, says why in `error`, and touches no other one.
+        """Equal neighbours among the prompts are samples of one prompt, which one engine prefills once for each `group_size`
+        of them. A sample that could not be generated is not `is_usable`, says why in `error`, and touches no other one.
         Raises AdapterError if not one could be, and what the engine or fleet raises when it serves nothing."""
 
 
@@ -57,13 +57,13 @@ class EngineGenerator:
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
         self._revive()
-        rollouts = self._wait([f for ids, size in groups(prompts, group_size) for f in self._group(ids, params, size)])
+        rollouts = self._wait(self._group(ids, params, size) for ids, size in groups(prompts, group_size))
         for _ in range(self._max_retries):
             lost = [i for i, r in enumerate(rollouts) if r.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)]
             if not lost:
                 break
             self._revive()
-            again = self._wait([self._again(rollouts[i], params) for i in lost])
+            again = self._wait(self._again(rollouts[i], params) for i in lost)
             for i, rollout in zip(lost, again, strict=True):
                 rollouts[i] = rollout
         return _checked(rollouts)
@@ -75,7 +75,7 @@ class EngineGenerator:
             lambda: self._engine.submit_group(prompt_ids, params, size=size, timeout_s=self._timeout_s),
         )
 
-    def _again(self, lost: Rollout, params: SamplingParams) -> "Future[Rollout]":
+    def _again(self, lost: Rollout, params: SamplingParams) -> "Sequence[Future[Rollout]]":
         def submit() -> "Sequence[Future[Rollout]]":
             had = lost if lost.token_ids else None
             return [
@@ -88,7 +88,7 @@ class EngineGenerator:
                 )
             ]
 
-        return self._submitted(lost.prompt_ids, 1, submit)[0]
+        return self._submitted(lost.prompt_ids, 1, submit)
 
     @staticmethod
     def _submitted(
@@ -101,11 +101,16 @@ class EngineGenerator:
             refused.set_result(_failed(prompt_ids, error))
             return [refused] * size
 
-    def _wait(self, futures: "Sequence[Future[Rollout]]") -> list[Rollout]:
+    def _wait(self, submissions: "Iterable[Sequence[Future[Rollout]]]") -> list[Rollout]:
+        """The results of all; each submission is made as it is iterated over."""
+        futures: list[Future[Rollout]] = []
         try:
+            for submitted in submissions:
+                futures.extend(submitted)
             return [future.result(self._timeout_s + GRACE_S) for future in futures]
         except BaseException:
-            # An interrupted caller gets no results: what it asked for must not go on in its name.
+            # A caller that is interrupted, or refused further on, gets no results: what it asked for must not go on in its
+            # name.
             for future in futures:
                 future.cancel()
             raise
@@ -116,8 +121,8 @@ class EngineGenerator:
 
 
 class ControllerGenerator:
-    """Asks a fleet, through `RolloutController.evaluate`, which retries on other workers. The controller's own prompts
-    rest meanwhile: it is drained before the first request."""
+    """Asks a fleet, through `RolloutController.generate`, which retries on other workers, sample by sample. The controller's
+    own prompts rest meanwhile: it is drained before the first request."""
 
     def __init__(self, controller: RolloutController, *, timeout_s: float) -> None:
         self._controller = controller
@@ -128,25 +133,11 @@ class ControllerGenerator:
         if not self._is_drained:
             self._controller.drain(self._timeout_s)
             self._is_drained = True
-        whole = list(groups(prompts, group_size))
-        if all(size == group_size for _, size in whole):
-            return _checked(self._evaluated([ids for ids, _ in whole], params, group_size))
-        return _checked(self._evaluated(list(prompts), params, 1))
-
-    def _evaluated(self, prompts: list[list[int]], params: SamplingParams, num_samples: int) -> list[Rollout]:
         try:
-            return self._controller.evaluate(prompts, params, num_samples=num_samples, timeout_s=self._timeout_s)
-        except InvalidRequestError as error:
-            if len(prompts) == num_samples == 1:
-                return [_failed(prompts[0], error)]
-            log.warning(
-                "some of %d samples failed, the others are generated again: %s", len(prompts) * num_samples, error
-            )
-        # An evaluation fails as a whole: halve it until the failing sample is alone.
-        if num_samples > 1:
-            return [r for ids in prompts for r in self._evaluated([ids] * num_samples, params, 1)]
-        half = len(prompts) // 2
-        return self._evaluated(prompts[:half], params, 1) + self._evaluated(prompts[half:], params, 1)
+            rollouts = self._controller.generate(prompts, params, timeout_s=self._timeout_s)
+        except InvalidRequestError as error:  # of every one of them
+            rollouts = [_failed(prompt_ids, error) for prompt_ids in prompts]
+        return _checked(rollouts)
 
 
 def warn_if_renormalising(params: SamplingParams) -> None:

@@ -129,13 +129,19 @@ class Coordinator:
         self.changed()
 
     def evaluate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, num_samples: int, future: "Future[list[Rollout]]"
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_samples: int,
+        future: "Future[list[Rollout]]",
+        *,
+        is_scored: bool = True,
     ) -> None:
-        """Resolves with a rollout for each prompt and sample."""
+        """Resolves with a rollout for each prompt and sample, rewarded if `is_scored`."""
         if self.fatal is not None:
             future.set_exception(self.fatal)
             return
-        self.evaluations.begin(prompts, params, num_samples, future)
+        self.evaluations.begin(prompts, params, num_samples, future, is_scored=is_scored)
         self.changed()
 
     def commit_begins(self, worker_id: str, go: Callable[[], None]) -> None:

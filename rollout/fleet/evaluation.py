@@ -33,6 +33,8 @@ class EvaluationRun:
     future: "Future[list[Rollout]]"
     results: dict[int, Rollout] = field(default_factory=dict)  # by position
     size: int
+    is_scored: bool
+    """Whether the reward function is asked about its rollouts."""
     refusals: list[InvalidRequestError] = field(default_factory=list)
     """Of samples that can never work."""
 
@@ -80,11 +82,17 @@ class Evaluations:
         return self._by_worker.get(worker_id, 0)
 
     def begin(
-        self, prompts: Sequence[Prompt], params: SamplingParams, num_samples: int, future: "Future[list[Rollout]]"
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_samples: int,
+        future: "Future[list[Rollout]]",
+        *,
+        is_scored: bool,
     ) -> None:
         """Queues an evaluation; the future gets its rollouts, by prompt and sample."""
         number = next(self._numbers)
-        run = EvaluationRun(future=future, size=len(prompts) * num_samples)
+        run = EvaluationRun(future=future, size=len(prompts) * num_samples, is_scored=is_scored)
         self._runs.append(run)
         for position, (prompt, sample) in enumerate(itertools.product(prompts, range(num_samples))):
             item = WorkItem(
@@ -123,6 +131,9 @@ class Evaluations:
         rollout = finished.rollout
         if rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIMEOUT):
             rollout = replace(rollout, metadata=task.metadata)
+            if not task.run.is_scored:
+                self._scored(task, rollout, None, None)
+                return True
             self._scoring.score_alone(rollout, lambda result, error: self._scored(task, rollout, result, error))
         else:
             self._retry(task, rollout.error or f"it ended by {rollout.finish_reason}", rollout)
