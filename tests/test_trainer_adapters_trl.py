@@ -13,6 +13,7 @@ from datasets import Dataset
 from fakes import EOS_ID, CancelsOne, tiny_llama
 from fakes_trl import Logs, even_share, number_tokenizer, prompts, settings
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -47,12 +48,14 @@ class Columns:
 
 def grpo(folder: Path, source: Any, reward: Any = even_share, *, model: Any = None, **changes: Any) -> Any:
     data, lora = changes.pop("data", prompts(12)), changes.pop("peft_config", None)
+    eval_data = changes.pop("eval_data", None)
     logs = Logs()
     trainer = EngineGRPOTrainer(
         tiny_llama() if model is None else model,
         reward,
         args=GRPOConfig(**settings(folder, **changes)),
         train_dataset=data,
+        eval_dataset=eval_data,
         processing_class=number_tokenizer(),
         callbacks=[logs],
         peft_config=lora,
@@ -150,10 +153,34 @@ def test_evaluation_generates_with_the_engine_too(tmp_path: Path) -> None:
     with GenerationEngine(tiny_llama(), SMALL) as engine:
         trainer = grpo(tmp_path, engine, reward, num_generations_eval=2, per_device_eval_batch_size=4)
         metrics = trainer.evaluate(prompts(4))
-        trainer.vllm_generation.close()  # as the end of a training does
+        assert engine.version == 1
+        assert trainer.vllm_generation.publisher.weight_sync is None, "what publishing keeps is kept for nothing"
     assert [len(call["prompts"]) for call in reward.calls] == [4, 4]
     assert [set(call["policy_version"]) for call in reward.calls] == [{1}, {1}]
     assert math.isfinite(metrics["eval_loss"])
+
+
+class AllLogs(TrainerCallback):
+    """Keeps whatever is logged."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_metrics_of_training_and_of_evaluation_do_not_mix(tmp_path: Path) -> None:
+    every = AllLogs()
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    with GenerationEngine(tiny_llama(), SMALL, copy_weights=True) as engine:
+        trainer = grpo(tmp_path, engine, max_steps=2, logging_steps=2, eval_data=prompts(1), **evaluation)
+        trainer.add_callback(every)
+        trainer.train()
+    training = [log for log in every.logs if "loss" in log]
+    evaluations = [log for log in every.logs if "eval_loss" in log]
+    assert [log["engine/version"] for log in training] == [1.5]
+    assert [log["eval_engine/version"] for log in evaluations] == [2, 3]
 
 
 class KeepsInputs(EngineGRPOTrainer):
@@ -338,12 +365,14 @@ def test_rollout_func_works_in_trls_own_trainer(tmp_path: Path) -> None:
         )
         trainer.train()
         assert engine.version == 3
+        assert rollout_func.backend_for(trainer).publisher.weight_sync is None, (
+            "what publishing keeps is kept for nothing"
+        )
         assert [set(call["policy_version"]) for call in reward.calls] == [{1}, {1}, {2}, {2}, {3}, {3}]
         trainer.args.max_steps = 1
         trainer.train()
         trainer.train()
         assert engine.version == 5, "the last step of one training is not the first of the next"
-        rollout_func.backend_for(trainer).close()
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}])

@@ -4,6 +4,7 @@ import math
 import queue
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from rollout import (
     SamplingParams,
     VersionSpan,
 )
+from rollout.batches.prompts import Prompts
 from rollout.fleet.local_fleet import LocalFleet
 from sync import ManifestError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
 from trainer_adapters.trl.async_grpo import EngineRolloutWorker, EngineWeightTransfer
-from trainer_adapters.trl.prompts import PROMPT, REWARDS, UNSCORABLE
+from trainer_adapters.trl.prompts import PROMPT, REWARDS, UNSCORABLE, PromptRows, group_reward_of
 from trainer_adapters.trl.samples import rollout_config_of, samples_of
 from trainer_adapters.trl.seams import async_seams
 
@@ -307,6 +309,47 @@ def test_advantages_are_over_the_scored_samples_and_zero_for_the_others() -> Non
     assert [sample.advantage for sample in equal] == [0, 0, 0]
     with pytest.raises(AdapterError, match="r0 has no reward"):
         samples_of(group_of([rollout(0, None, one)]), 0, None, int)
+
+
+def scale(completion_ids: list[list[int]], factor: float, **_: Any) -> list[float]:
+    return [factor] * len(completion_ids)
+
+
+def test_reward_functions_of_one_name_are_all_added_up() -> None:
+    functions = [partial(scale, factor=1.0), partial(scale, factor=2.0), lambda **given: scale(given["prompts"], 4.0)]
+    rewards = group_reward_of(functions, [1.0, 10.0, 100.0], number_tokenizer())
+    one = [VersionSpan(0, 1)]
+    (result,) = rewards([rollout(0, 0.0, one, **{PROMPT: "w5"})])
+    assert result.reward == 421.0
+    assert set(result.metrics) == {"scale", "<lambda>"}
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan])
+def test_rollout_without_any_reward_leaves_the_mean_of_the_others(nothing: float | None) -> None:
+    def first(**_: Any) -> list[float | None]:
+        return [nothing, 1.0, 2.0]
+
+    def second(**_: Any) -> list[float | None]:
+        return [nothing, nothing, 3.0]
+
+    rewards = group_reward_of([first, second], [1.0, 1.0], number_tokenizer())
+    one = [VersionSpan(0, 1)]
+    results = rewards([rollout(i, 0.0, one, **{PROMPT: "w5"}) for i in range(3)])
+    assert [result.metadata[UNSCORABLE] for result in results] == [True, False, False]
+    assert [result.reward for result in results] == [3.0, 1.0, 5.0]
+    assert results[1].metrics == {"first": 1.0}
+    alone = group_reward_of([lambda **_: [nothing]], [1.0], number_tokenizer())(
+        [rollout(0, 0.0, one, **{PROMPT: "w5"})]
+    )
+    assert (alone[0].reward, alone[0].metadata[UNSCORABLE]) == (0.0, True)
+
+
+def test_row_that_the_tokenizer_refuses_fails_alone_and_rows_without_a_length_are_refused() -> None:
+    rows = Prompts(PromptRows([{"prompt": "w5"}, {"prompt": "half \ud83d"}, {"prompt": "w6"}], number_tokenizer(), {}))
+    found = [rows.next() for _ in range(3)]
+    assert [prompt is not None and prompt.error is None for prompt in found] == [True, False, True]
+    with pytest.raises(AdapterError, match="got generator, which has no length"):
+        PromptRows((row for row in ()), number_tokenizer(), {})
 
 
 def test_sample_is_as_old_as_its_oldest_token() -> None:

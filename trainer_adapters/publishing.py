@@ -35,7 +35,8 @@ class PolicyPublisher:
         self._accelerator = accelerator
         self._config = config
         self._timeout_s = timeout_s
-        self._weight_sync: WeightSync | None = None
+        self.weight_sync: WeightSync | None = None
+        """None before the first publish that needs one, and after `close`."""
 
     def publish(self, model: nn.Module) -> dict[str, float]:
         """`model`: with whatever accelerate put around it. What it took, in numbers by name; empty on other ranks."""
@@ -44,9 +45,9 @@ class PolicyPublisher:
             shares = shares_weights(self._source, self._accelerator.unwrap_model(model, keep_torch_compile=False))
         if broadcast_object_list([shares])[0]:
             return self._version_what_is_shared() if self._accelerator.is_main_process else {}
-        if self._weight_sync is None:
-            self._weight_sync = WeightSync(targets_of(self._source), config=self._config)
-        report = self._weight_sync.publish(PolicyView(model, self._accelerator), timeout_s=self._timeout_s)
+        if self.weight_sync is None:
+            self.weight_sync = WeightSync(targets_of(self._source), config=self._config)
+        report = self.weight_sync.publish(PolicyView(model, self._accelerator), timeout_s=self._timeout_s)
         return {
             "sync/stage_s": report.stage_s,
             "sync/send_s": report.send_s,
@@ -58,9 +59,9 @@ class PolicyPublisher:
 
     def close(self) -> None:
         """Frees the staging. A later `publish` makes another."""
-        if self._weight_sync is not None:
-            self._weight_sync.close()
-            self._weight_sync = None
+        if self.weight_sync is not None:
+            self.weight_sync.close()
+            self.weight_sync = None
 
     def _version_what_is_shared(self) -> dict[str, float]:
         source = self._source

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from rollout import GenerationEngine, Rollout, RolloutController, SamplingParams
 from sync import SyncConfig
@@ -49,18 +55,20 @@ class EngineBackend:
         check_settings(trainer.args, trainer.processing_class)
         self.trainer = trainer
         self._accelerator = trainer.accelerator
-        self._publisher = PolicyPublisher(source, trainer.accelerator, config=sync_config, timeout_s=timeout_s)
+        self.publisher = PolicyPublisher(source, trainer.accelerator, config=sync_config, timeout_s=timeout_s)
         self._generator: Generator | None = None
         if source is not None:
             self._generator = generator_of(source, timeout_s=timeout_s, max_retries=max_retries)
         self._synced: tuple[Any, int] | None = None  # (TRL's state, which each training has anew, its step)
-        self._seen: defaultdict[str, list[float]] = defaultdict(list)
+        # TRL logs training and evaluation each by itself
+        self._seen: dict[bool, defaultdict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
         self.last_rows: Rows | None = None
         """Of this rank, of the last call."""
+        trainer.add_callback(ClosesWhenIdle(self))
 
     def sync_weights(self) -> None:
         """Publishes the policy as it is. TRL calls it before the first generation of each step."""
-        self._note(self._publisher.publish(self.trainer.model_wrapped))
+        self._note(self.publisher.publish(self.trainer.model_wrapped))
         self._synced = (self.trainer.state, self.trainer.state.global_step)
 
     def sync_weights_once(self) -> None:
@@ -102,14 +110,15 @@ class EngineBackend:
         return self.last_rows
 
     def take_metrics(self) -> dict[str, float]:
-        """Means since the last call, by name."""
-        means = {name: sum(values) / len(values) for name, values in self._seen.items()}
-        self._seen.clear()
+        """Means since the last call, by name: of training while the model trains, else of evaluation."""
+        seen = self._seen[self.trainer.model.training]
+        means = {name: sum(values) / len(values) for name, values in seen.items()}
+        seen.clear()
         return means
 
     def close(self) -> None:
-        """Frees what publishing keeps."""
-        self._publisher.close()
+        """Frees what publishing keeps. A later publish makes it anew."""
+        self.publisher.close()
 
     def _rows(self, prompts: list[list[int]], num_generations: int) -> Rows:
         assert self._generator is not None
@@ -131,7 +140,23 @@ class EngineBackend:
 
     def _note(self, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._seen[name].append(value)
+            self._seen[self.trainer.model.training][name].append(value)
+
+
+class ClosesWhenIdle(TrainerCallback):  # type: ignore[misc]
+    """Frees what publishing keeps when a training ends, and after an evaluation that is part of none."""
+
+    def __init__(self, backend: EngineBackend) -> None:
+        self._backend = backend
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._backend.close()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self._backend.trainer.is_in_train:
+            self._backend.close()
 
 
 def sampling_of(trainer: Any) -> SamplingParams:

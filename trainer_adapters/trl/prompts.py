@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trl.data_utils import is_conversational
+from trl.trainer.utils import get_callable_name
 
 from rollout import InvalidRequestError, RewardResult, Rollout
-from rollout.batches.prompts import tokenized
+from rollout.batches.prompts import Rows, tokenized
+from trainer_adapters.errors import AdapterError
 
 PROMPT = "trl_prompt"
 """The column that keeps a row's prompt as it was written."""
@@ -17,7 +19,7 @@ UNSCORABLE = "trl_unscorable"
 REWARDS = "trl_rewards"
 
 RewardFunc = Callable[..., Any]
-"""TRL's: (prompts, completions, completion_ids, and the row's columns) -> a number or None for each; or a coroutine."""
+"""TRL's: (prompts, completions, completion_ids, and the row's columns) -> a number, None or NaN for each; or a coroutine."""
 
 
 def prompt_ids_of(prompts: Sequence[Any], tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[list[int]]:
@@ -35,6 +37,11 @@ class PromptRows(Sequence[Mapping[str, Any]]):
     """A dataset's rows with "prompt" encoded as TRL would, and kept as it was in the column `PROMPT`."""
 
     def __init__(self, rows: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+        """AdapterError for rows that cannot be read by position."""
+        if not isinstance(rows, Rows):
+            raise AdapterError(
+                f"prompts must be a dataset or a list, got {type(rows).__name__}, which has no length; make a list of it"
+            )
         self._rows = rows
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
@@ -64,9 +71,10 @@ def completion_of(rollout: Rollout, tokenizer: Any) -> Any:
 def group_reward_of(
     functions: Sequence[RewardFunc], weights: Sequence[float], tokenizer: Any
 ) -> Callable[[list[Rollout]], list[RewardResult]]:
-    """The weighted sum of TRL's reward functions, over a group. A rollout for which every function returned None is
-    unscorable: its reward is 0 here, and it says so in its metadata."""
-    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+    """The weighted sum of TRL's reward functions, over a group. A rollout for which every function returned None or NaN is
+    unscorable and says so in its metadata; its reward here is the mean of the others, which leaves the controller's own
+    means as they are, or 0 if there are none."""
+    names = [get_callable_name(function) for function in functions]
 
     def rewards(rollouts: list[Rollout]) -> list[RewardResult]:
         columns: dict[str, list[Any]] = {
@@ -82,7 +90,21 @@ def group_reward_of(
             "finish_reason": [str(rollout.finish_reason) for rollout in rollouts],
         }
         by_function = [_called(function, given, len(rollouts)) for function in functions]
-        return [_summed(dict(zip(names, row, strict=True)), weights) for row in zip(*by_function, strict=True)]
+        rows = list(zip(*by_function, strict=True))
+        sums = [_summed(row, weights) for row in rows]
+        scored = [total for total in sums if total is not None]
+        mean = sum(scored) / len(scored) if scored else 0.0
+        return [
+            RewardResult(
+                reward=mean if total is None else total,
+                metrics={name: value for name, value in zip(names, row, strict=True) if value is not None},
+                metadata={
+                    REWARDS: {n: math.nan if v is None else v for n, v in zip(names, row, strict=True)},
+                    UNSCORABLE: total is None,
+                },
+            )
+            for row, total in zip(rows, sums, strict=True)
+        ]
 
     return rewards
 
@@ -93,19 +115,9 @@ def _called(function: RewardFunc, given: Mapping[str, Any], count: int) -> list[
         values = asyncio.run(values)
     if len(values) != count:
         raise ValueError(f"the reward function returned {len(values)} rewards for {count} completions")
-    return list(values)
+    return [None if value is None or math.isnan(value) else float(value) for value in values]
 
 
-def _summed(row: Mapping[str, float | None], weights: Sequence[float]) -> RewardResult:
-    known = [
-        (name, float(value), w) for (name, value), w in zip(row.items(), weights, strict=True) if value is not None
-    ]
-    metadata: dict[str, Any] = {
-        REWARDS: {name: math.nan if value is None else float(value) for name, value in row.items()},
-        UNSCORABLE: not known,
-    }
-    return RewardResult(
-        reward=sum(value * weight for _, value, weight in known),
-        metrics={name: value for name, value, _ in known},
-        metadata=metadata,
-    )
+def _summed(row: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    known = [value * weight for value, weight in zip(row, weights, strict=True) if value is not None]
+    return sum(known) if known else None
