@@ -17,7 +17,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rollsync_cli.charts import Chart, Point, Stack, bar_chart, line_chart, number
 from rollsync_cli.run_files import RolloutRow, Run, Update, read_run
-from rollsync_cli.timeline import NUM_COLOURS, Timeline, colour, seconds, timeline
+from rollsync_cli.strips import NUM_COLOURS, colour, seconds
+from rollsync_cli.timeline import Timeline, timeline
 
 MAX_TEXTS = 24
 """Rollouts shown of a step."""
@@ -157,6 +158,7 @@ def findings(run: Run, picture: Timeline) -> Iterable[str]:
             picture.num_left_out,
             f"older requests are left out of the picture; the latest {picture.num_drawn:,} are in it",
         ),
+        (picture.num_lines_left_out, "older updates have no line in the picture"),
         (picture.num_never_started, "requests ended while they still waited to start, and are not drawn"),
         (picture.num_without_times, "rollouts have no times, and are not drawn"),
     ):

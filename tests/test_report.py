@@ -17,7 +17,8 @@ from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
 from rollsync_cli.errors import RunFolderError
 from rollsync_cli.report import MAX_TEXT, MAX_TEXTS, render, write_report
 from rollsync_cli.run_files import read_run
-from rollsync_cli.timeline import BARS_A_LANE, Bar, Strip, timeline
+from rollsync_cli.strips import Bar, Strip
+from rollsync_cli.timeline import BARS_A_LANE, timeline
 
 T0 = 1_800_000_000.0
 """When the runs of these tests begin."""
@@ -297,6 +298,14 @@ def test_of_more_requests_than_can_be_drawn_the_latest_are(tmp_path: Path) -> No
     picture = timeline(read_run(path), max_drawn=4)
     assert [bar.rollout_id for strip in picture.strips for bar in strip.bars] == ["r-5", "r-6", "r-7", "r-8"]
     assert (picture.num_drawn, picture.num_left_out, picture.num_updates) == (4, 5, 0)
+
+
+def test_of_more_updates_than_can_be_drawn_the_latest_have_lines_and_all_are_counted(tmp_path: Path) -> None:
+    rollouts = [a_rollout(f"r-{i}", 0, 10, [(0, 0)]) for i in range(3)]
+    path = a_run(tmp_path, rollouts, [an_update(version, version) for version in range(1, 8)])
+    picture = timeline(read_run(path), max_drawn=3)
+    assert [line.version for strip in picture.strips for line in strip.lines] == [5, 6, 7]
+    assert (picture.num_updates, picture.num_crossings, picture.num_lines_left_out) == (7, 21, 4)
 
 
 def test_updates_that_requests_went_across_are_counted(tmp_path: Path) -> None:
