@@ -393,6 +393,8 @@ def test_sampling_that_renormalises_warns_where_ratios_are_corrected(tmp_path: P
         ({"min_p": 0.1}, "min_p=0.1 is not among what an engine samples with"),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
         ({"generation_kwargs": {"length_penalty": 2.0}}, "generation_kwargs="),
+        ({"max_completion_length": None}, "max_completion_length must be at least 1 token, got None"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1; 0 turns it off"),
         ({"use_transformers_continuous_batching": True}, "must stay False"),
         ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "vespo"),
     ],

@@ -564,7 +564,11 @@ def test_trls_settings_become_the_controllers(tmp_path: Path) -> None:
     assert config.max_staleness == 1
     assert config.num_epochs is None
     assert (config.sampling.max_new_tokens, config.sampling.temperature, config.sampling.top_p) == (8, 0.7, 0.9)
-    for changes, message in (({"max_staleness": 0}, "at least 1"), ({"min_p": 0.1}, "min_p=0.1")):
+    for changes, message in (
+        ({"max_staleness": 0}, "at least 1"),
+        ({"min_p": 0.1}, "min_p=0.1"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+    ):
         with pytest.raises(AdapterError, match=message):
             rollout_config_of(args_of(tmp_path, **changes))
 

@@ -19,6 +19,7 @@ from sync import SyncConfig
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import Generator, generator_of, is_usable
 from trainer_adapters.publishing import PolicyPublisher
+from trainer_adapters.trl.settings import check_sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +195,6 @@ def check_settings(args: Any, tokenizer: Any) -> None:
         raise AdapterError(
             "use_vllm and use_transformers_continuous_batching must stay False: the engine takes their place"
         )
-    for name, off in (("min_p", (None, 0.0)), ("repetition_penalty", (None, 1.0)), ("generation_kwargs", (None, {}))):
-        value = getattr(args, name)
-        if value not in off:
-            raise AdapterError(f"{name}={value!r} is not among what an engine samples with; leave it at {off[-1]!r}")
+    check_sampling(args)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise AdapterError(f"an engine generates from text only, got the processor {type(tokenizer).__name__}")

@@ -11,14 +11,13 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from rollout import Rollout, RolloutConfig, RolloutGroup, SamplingParams
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.trl.prompts import PROMPT, REWARDS, UNSCORABLE, completion_of
+from trainer_adapters.trl.settings import check_sampling
 
 
 def rollout_config_of(args: AsyncGRPOConfig) -> RolloutConfig:
     """TRL's settings as a controller's: a batch is what the trainer uses up between two weight syncs. The controller may
     run one version less ahead than TRL allows, for the time that samples spend in TRL's queue."""
-    for name, off in (("min_p", (None, 0.0)), ("repetition_penalty", (None, 1.0))):
-        if getattr(args, name) not in off:
-            raise AdapterError(f"{name}={getattr(args, name)!r} is not among what an engine samples with")
+    check_sampling(args)
     if args.max_staleness < 1:
         raise AdapterError(f"max_staleness must be at least 1, got {args.max_staleness}: samples cross TRL's queue")
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.weight_sync_steps
