@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +50,9 @@ def trainer_of(folder: Path, callbacks: list[TrainerCallback], **changes: Any) -
         disable_tqdm=True,
         **{"max_steps": 3, "save_strategy": "no", **changes},
     )
-    return Trainer(model=tiny_llama(), args=args, train_dataset=dataset(24), callbacks=callbacks)
+    return Trainer(
+        model=tiny_llama(), args=args, train_dataset=dataset(24), eval_dataset=dataset(2), callbacks=callbacks
+    )
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -115,7 +118,7 @@ def test_step_that_a_fused_optimizer_left_out_publishes_nothing() -> None:
             callback.on_step_end(None, None, None, optimizer=optimizer)
             versions.append(engine.version)
         assert versions == [2, 2, 3]
-        callback.on_train_end(None, None, None)
+        callback.on_train_end(SimpleNamespace(load_best_model_at_end=False), None, None)
         assert not optimizer.optimizer._optimizer_step_post_hooks
 
 
@@ -129,6 +132,25 @@ def test_trainer_shows_its_callbacks_an_optimizer_that_tells_of_skipped_steps(tm
 
     trainer_of(tmp_path, [Look()], max_steps=1).train()
     assert seen == [False]
+
+
+class FirstIsBest(TrainerCallback):
+    """Each evaluation is worse than the one before."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        metrics["eval_loss"] = float(state.global_step)
+
+
+@pytest.mark.parametrize("loads_best", [True, False])
+def test_the_engine_ends_with_the_weights_that_the_trainer_ends_with(tmp_path: Path, loads_best: bool) -> None:
+    every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    with GenerationEngine(tiny_llama(seed=1), copy_weights=True) as engine, WeightSync(engine) as weight_sync:
+        callbacks = [WeightSyncCallback(weight_sync), FirstIsBest()]
+        trainer = trainer_of(tmp_path, callbacks, max_steps=2, load_best_model_at_end=loads_best, **every)
+        trainer.train()
+        assert trainer.state.best_global_step == (1 if loads_best else None)
+        assert engine.version == (4 if loads_best else 3)
+        assert holds(engine, trainer.model)
 
 
 def test_training_that_resumes_goes_on_above_the_versions_of_before(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
 
     A step that an fp16 overflow left out publishes nothing and is not counted. Training that goes on from a checkpoint begins with a publish
     too, as the next version: versions only grow. In a run of several ranks every rank has the callback, with a
-    WeightSync of its own. A publish that fails raises out of `train()`.
+    WeightSync of its own. A publish that fails raises out of `train()`. With `load_best_model_at_end` the engines get that
+    model at the end.
     """
 
     def __init__(self, weight_sync: WeightSync, every_n_steps: int = 1, *, timeout_s: float = 120.0) -> None:
@@ -63,8 +64,10 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The optimizer may serve another training."""
+        """The optimizer may serve another training. The best model is loaded by now, in place of the last."""
         self._unhook()
+        if args.load_best_model_at_end:
+            self._publish()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._was_left_out = was_left_out(optimizer)
