@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sync.delivery import Shipment
-from sync.digests import RunDigests
 from sync.layout import Layout, seal
 from sync.link import Link
 from sync.routes import Route
@@ -45,9 +44,7 @@ class Kept:
                 stagings[_key(route)] = sealed.staging
                 continue
             spared = sealed.staging.run if spare and sealed is not None else None
-            run = route.transport.run(route.layout, spared)
-            digests = RunDigests(route.layout, run) if run.device.type == "cpu" else None
-            stagings[_key(route)] = Staging(route.layout, run, digests)
+            stagings[_key(route)] = Staging(route.layout, route.transport.run(route.layout, spared))
         if not again:
             written = {id(staging.run) for staging in stagings.values()}
             self._sealed = {
@@ -92,6 +89,6 @@ def _key(route: Route) -> Key:
 
 
 def _package(staging: Staging, claim: Claim, version: int) -> Package:
-    digests = staging.digests.all() if staging.digests is not None else None
+    digests = staging.layout.digests(staging.run) if staging.run.device.type == "cpu" else None
     name = seal(digests) if digests is not None else uuid.uuid4().hex
     return Package(ticket=Ticket(claim=claim, version=version, seal=name), layout=staging.layout, digests=digests)
