@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from rollout.errors import InvalidRequestError, RolloutError
@@ -20,10 +21,21 @@ from rollout.types import Rollout
 
 log = logging.getLogger("rollsync")
 
+CANCEL_S = 5.0
+"""How long coroutines have to end when the pool does."""
+
+
+REWARD_ERRORS = ("raised", "timeout", "invalid")
+RESERVED_METRICS = frozenset(
+    ("mean", "solve_none", "solve_all", "solve_partial", *(f"errors_{kind}" for kind in REWARD_ERRORS))
+)
+"""What `reward/<name>` means already."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
-    """A reward with what else its function has to say. InvalidRequestError for one that is not finite."""
+    """A reward with what else its function has to say. InvalidRequestError for a reward or a metric that is not finite, or
+    for a metric whose name is taken."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -32,10 +44,16 @@ class RewardResult:
     """Joined to the rollout's metadata."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reward", _finite(self.reward))
-
-
-REWARD_ERRORS = ("raised", "timeout", "invalid")
+        object.__setattr__(self, "reward", _finite(self.reward, "a reward"))
+        for name in ("metrics", "metadata"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+                raise InvalidRequestError(f"RewardResult.{name} must be a dict with names as keys, got {_shown(given)}")
+        metrics = {name: _finite(value, f"RewardResult.metrics[{name!r}]") for name, value in self.metrics.items()}
+        taken = sorted(name for name in metrics if name in RESERVED_METRICS)
+        if taken:
+            raise InvalidRequestError(f"RewardResult.metrics must not be named {taken}: `reward/{taken[0]}` is another's")
+        object.__setattr__(self, "metrics", metrics)
 
 
 class RewardError(RolloutError):
@@ -68,7 +86,7 @@ def as_result(value: Any) -> RewardResult:
 
 def as_results(values: Any, count: int) -> list[RewardResult]:
     """What a group's reward function returned. RewardError unless it is one for each of `count` rollouts."""
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, (torch.Tensor, np.ndarray)):
         values = values.tolist()
     if not isinstance(values, (list, tuple)) or len(values) != count:
         shown = f"{len(values)} of them" if isinstance(values, (list, tuple)) else f"{type(values).__name__}"
@@ -102,6 +120,7 @@ class RewardPool:
         self._num_stuck = 0
         self._alarms = Alarms()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._awaited: set[Future[Any]] = set()
         self._stopping = False
 
     @property
@@ -122,6 +141,9 @@ class RewardPool:
         with self._lock:
             self._stopping = True
             loop, self._loop = self._loop, None
+            awaited = list(self._awaited)
+        for future in awaited:
+            future.cancel()
         for _ in range(self._num_threads):
             self._calls.put(None)
         self._alarms.stop(timeout_s)
@@ -141,8 +163,8 @@ class RewardPool:
                 value = call.function()
                 if inspect.isawaitable(value):
                     value = self._await(value)
-            except Exception as error:
-                self._end(call, None, _failure(error, self._timeout_s))
+            except BaseException as error:  # SystemExit and CancelledError too: the thread is the pool's, not theirs
+                self._end(call, None, _raised(error))
             else:
                 self._end(call, value, None)
             cancel_alarm()
@@ -153,21 +175,37 @@ class RewardPool:
                     return
 
     def _await(self, awaitable: Any) -> Any:
+        async def guarded() -> Any:
+            try:
+                return await awaitable
+            except (SystemExit, KeyboardInterrupt) as error:  # it would end the event loop, and every other coroutine
+                raise _raised(error) from None
+
         async def within_limit() -> Any:
-            return await asyncio.wait_for(awaitable, self._timeout_s)
+            waiter = asyncio.ensure_future(guarded())
+            done, _ = await asyncio.wait([waiter], timeout=self._timeout_s)
+            if not done:
+                waiter.cancel()
+                raise _too_long(self._timeout_s)
+            return waiter.result()
 
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(within_limit(), self._event_loop())
-        return future.result()
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._stopping:
+                return None
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="rollsync-reward-loop", daemon=True).start()
-            return self._loop
+                name = "rollsync-reward-loop"
+                threading.Thread(target=_run_loop, args=(self._loop,), name=name, daemon=True).start()
+            future: Future[Any] = asyncio.run_coroutine_threadsafe(within_limit(), self._loop)
+            self._awaited.add(future)
+        try:
+            return future.result()
+        finally:
+            with self._lock:
+                self._awaited.discard(future)
 
     def _overrun(self, call: "_Call") -> None:
-        if not self._end(call, None, _failure(TimeoutError(), self._timeout_s)):
+        if not self._end(call, None, _too_long(self._timeout_s)):
             return
         with self._lock:
             if self._num_stuck < self._size and not self._stopping:
@@ -192,22 +230,49 @@ class _Call:
         self.is_stuck = False
 
 
-def _failure(error: Exception, timeout_s: float) -> RewardError:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_S))
+    loop.close()
+
+
+def _too_long(timeout_s: float) -> RewardError:
+    return RewardError(f"the reward function took longer than reward_timeout_s={timeout_s:g}", "timeout")
+
+
+def _raised(error: BaseException) -> RewardError:
     if isinstance(error, RewardError):
         return error
-    if isinstance(error, TimeoutError) and not str(error):
-        return RewardError(f"the reward function took longer than reward_timeout_s={timeout_s:g}", "timeout")
-    log.warning("a reward function raised", exc_info=error)
-    failure = RewardError(f"the reward function raised {type(error).__name__}: {error}", "raised")
+    try:
+        said = str(error)
+    except Exception as other:  # an exception of the user's, whose __str__ is broken
+        said = f"(its text cannot be had: {type(other).__name__})"
+    log.warning("a reward function raised %s: %s", type(error).__name__, said)
+    failure = RewardError(f"the reward function raised {type(error).__name__}: {said}", "raised")
     failure.__cause__ = error
     return failure
 
 
-def _finite(value: Any) -> float:
+def _finite(value: Any, what: str) -> float:
     if type(value) is float and math.isfinite(value):
         return value  # the usual case, and abstract classes are slow to ask
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise InvalidRequestError(f"a reward must be a finite number, got {value!r:.60}")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except Exception:  # an int beyond all floats, or a user's class
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRequestError(f"{what} must be a finite number, got {_shown(value)}")
+    return number
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except Exception:  # an int of too many digits, or a user's class
+        return f"an unprintable {type(value).__name__}"
