@@ -1,5 +1,7 @@
 """What each event makes of samples and groups."""
 
+import json
+
 from rollout import FinishReason, Rollout, SamplingParams, VersionSpan
 from rollout.batches.collection import Collection, GroupWork, parse_sample_id
 from rollout.batches.entries import Ending
@@ -52,6 +54,24 @@ def test_a_whole_fresh_group_is_one_item_and_what_is_left_of_one_is_not() -> Non
         collection.fail(work, sample, FailureKind.INFRA, "died")
     items = collection.dispatch(work, samples[1:], "w1", 0)
     assert [(item.request_id, item.size, item.attempt) for item in items] == [("g0-1", 1, 1), ("g0-2", 1, 1)]
+
+
+def test_a_prompts_columns_go_to_no_worker_with_a_partial() -> None:
+    collection = a_collection()
+    prompt = Prompt(number=0, prompt_id="p0", prompt_ids=[5, 6], metadata={"answer": 4})
+    work = collection.admit(prompt, version=0, now=0.0)
+    assert work is not None
+    collection.dispatch(work, list(work.entry.samples.values()), "w0", 0)
+    died = Finished(rollout=rollout_of("g0-0", tokens=4, reason=FinishReason.ERROR), attempt=0, incarnation=0)
+    taken = collection.accept(died)
+    assert taken is not None
+    collection.fail(*taken, FailureKind.INFRA, "died")
+    again = a_collection()
+    again.load_state_dict(json.loads(json.dumps(collection.state_dict())), {0: prompt}, now=0.0)
+    for books in (collection, again):
+        (item,) = books.dispatch(books.works[0], [books.works[0].entry.samples[0]], "w0", 0)
+        assert item.resume_from is not None
+        assert item.resume_from.metadata == {}
 
 
 def test_a_failure_of_a_worker_keeps_the_tokens_and_the_noise_and_one_of_the_sample_gets_others() -> None:

@@ -1,5 +1,8 @@
 """The real controller over simulated fleets: rewards and filters, and what becomes of those that cannot be computed."""
 
+import json
+from collections.abc import Sequence
+
 import pytest
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, check_rollouts, number_of, reward
 
@@ -160,3 +163,58 @@ def test_a_run_whose_groups_are_all_filtered_ends_with_a_reason() -> None:
         fleet.loop.advance(500.0)
         assert controller.status()["samples"]["outstanding"] == 0, "nothing more was begun"
         check_books(controller)
+
+
+def test_whoever_asks_again_after_a_run_without_output_has_another_try_also_after_a_checkpoint() -> None:
+    keeps = False
+    fleet = a_fleet()
+    config = a_config(max_groups_without_output=12, num_epochs=None)
+    with fleet.controller(PROMPTS, reward, keep_group=lambda group: keeps, config=config) as controller:
+        for _ in range(2):
+            with pytest.raises(RolloutStalledError, match="zero output"):
+                controller.next_batch(timeout_s=10_000)
+        state = json.loads(json.dumps(controller.state_dict()))
+        keeps = True
+        assert len(controller.next_batch(timeout_s=10_000)) == 4
+    fleet = a_fleet()
+    controller = fleet.controller(PROMPTS, reward, config=config)
+    controller.load_state_dict(state)
+    with controller:
+        assert len(controller.next_batch(timeout_s=10_000)) == 4
+
+
+def test_a_filter_that_raises_reaches_next_batch_and_its_group_is_settled_after_a_resume() -> None:
+    def broken(group: Sequence[Rollout]) -> bool:
+        if group[0].prompt_id == "p2":
+            raise KeyError("score")
+        return True
+
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS[:8], reward, keep_group=broken, config=a_config()) as controller:
+        with pytest.raises(KeyError, match="score"):
+            controller.next_batch(timeout_s=1000)
+        state = json.loads(json.dumps(controller.state_dict()))
+    fleet = a_fleet()
+    controller = fleet.controller(PROMPTS[:8], reward, config=a_config())
+    controller.load_state_dict(state)
+    with controller:
+        records = SimulatedTrainer(controller, fleet, step_s=1.0).run(10)
+        check_books(controller)
+    assert sorted(group for record in records for group in record.group_ids) == [f"g{n}" for n in range(8)]
+
+
+def test_what_a_reward_says_is_there_after_a_checkpoint_too() -> None:
+    def told(rollout: Rollout, text: str) -> RewardResult:
+        return RewardResult(reward=1.0, metadata={"parsed": (4, 2), "object": object()})
+
+    rows = [{"prompt": prompt, "answer": n} for n, prompt in enumerate(PROMPTS[:4])]
+    fleet = a_fleet()
+    with fleet.controller(rows, told, config=a_config()) as controller:
+        controller.next_batch(timeout_s=1000).give_back()
+        state = json.loads(json.dumps(controller.state_dict()))
+    fleet = a_fleet()
+    controller = fleet.controller(rows, reward, config=a_config())
+    controller.load_state_dict(state)
+    with controller:
+        rollouts = controller.next_batch(timeout_s=1000).rollouts
+    assert [rollout.metadata for rollout in rollouts[::4]] == [{"answer": n, "parsed": [4, 2]} for n in range(4)]

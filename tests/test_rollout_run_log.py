@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from fakes import mark, marker_llama
+from simulated_fleets import PROMPTS, a_config, a_fleet, check_books
 
 from rollout import EngineConfig, GenerationEngine, RolloutConfig, RolloutController, RunLog, SamplingParams
 from rollout.batches.records import rollout_from_json, rollout_to_json
+from rollout.simulate import SimulatedTrainer
 from rollsync_cli.run_files import read_run
 from rollsync_cli.timeline import timeline
 
@@ -101,3 +103,38 @@ def test_a_controller_writes_the_same_by_itself(tmp_path: Path) -> None:
     assert {update["worker_id"] for update in updates} == {line["worker_id"] for line in lines}
     picture = timeline(read_run(tmp_path / "run"))
     assert (picture.num_drawn, picture.num_updates) == (24, 4)
+
+
+def a_run(path: Path, columns: dict[str, Any], tokenizer: Digits | None = None) -> None:
+    fleet = a_fleet()
+    rows = [{"prompt": prompt, **columns} for prompt in PROMPTS[:8]]
+    config = a_config(rollouts_jsonl=path)
+    with RolloutController.over(fleet, rows, tokenizer=tokenizer, config=config, loop=fleet.loop) as controller:
+        assert sum(len(record.group_ids) for record in SimulatedTrainer(controller, fleet, step_s=1.0).run(10)) == 8
+        check_books(controller)
+
+
+class Mute(Digits):
+    """It cannot say some of its ids."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        raise OverflowError("no such id")
+
+
+def test_columns_that_json_cannot_say_are_written_as_they_print(tmp_path: Path) -> None:
+    itself: dict[str, Any] = {}
+    itself["me"] = itself
+    a_run(tmp_path / "rollouts.jsonl", {"pair": {(1, 2): 3}, "itself": itself, "set": {1}, "answer": 4})
+    lines = lines_of(tmp_path / "rollouts.jsonl")
+    assert len(lines) == 32
+    assert lines[0]["metadata"] == {"pair": "{(1, 2): 3}", "itself": "{'me': {...}}", "set": "{1}", "answer": 4}
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    a_run(tmp_path / "mute.jsonl", {}, Mute())
+    assert "group g0 is not in" in caplog.text
+    full = tmp_path / "full" / "rollouts.jsonl"
+    full.parent.mkdir()
+    full.symlink_to("/dev/full")
+    a_run(full, {})
+    assert caplog.text.count("the run goes on without it") == 1

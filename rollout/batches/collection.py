@@ -20,7 +20,7 @@ from rollout.batches.groups import (
 )
 from rollout.batches.ledger import Ledger
 from rollout.batches.prompts import Prompt
-from rollout.batches.records import rollout_from_json, rollout_to_json
+from rollout.batches.records import rollout_from_json, rollout_to_json, saveable
 from rollout.batches.rewards import RewardResult
 from rollout.batches.staleness import Timeline
 from rollout.errors import InvalidRequestError
@@ -41,6 +41,8 @@ class GroupWork:
     """Finished ones, by sample index."""
     partials: dict[int, Rollout] = field(default_factory=dict)
     """What a sample goes on from in its next attempt."""
+    reward_metadata: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What reward functions have joined to the rollouts' metadata, by sample index."""
     admitted_at: float = 0.0
     num_reward_failures: int = 0
     """Of the group's own reward function."""
@@ -65,7 +67,7 @@ class Collection:
         keep_group: KeepGroup | None,
         on_end: Callable[[GroupWork, Ending], None],
     ) -> None:
-        """`on_end`: a group has ended; called before its rollouts are forgotten."""
+        """`on_end`: a group has ended, and is in no book any more."""
         self.ledger = Ledger()
         self.works: dict[int, GroupWork] = {}  # by prompt number
         self.timeline = Timeline()
@@ -144,6 +146,8 @@ class Collection:
             rollout = work.rollouts[sample.index]
             metadata = {**rollout.metadata, **result.metadata} if result.metadata else rollout.metadata
             work.rollouts[sample.index] = replace(rollout, reward=result.reward, metadata=metadata)
+            if result.metadata:
+                work.reward_metadata[sample.index] = result.metadata
         work.partials.pop(sample.index, None)
         self.ledger.score(sample)
         self._settle(work)
@@ -155,7 +159,7 @@ class Collection:
         rollout = work.rollouts.pop(sample.index, None)
         if kind is FailureKind.INFRA:
             if rollout is not None and _can_go_on(rollout, self._config.sampling.max_new_tokens):
-                work.partials[sample.index] = rollout
+                work.partials[sample.index] = replace(rollout, metadata={})  # columns stay here
         else:
             work.partials.pop(sample.index, None)
         verdict = self._failures.decide(sample, kind, group_size=self._config.group_size)
@@ -244,10 +248,10 @@ class Collection:
             return None
         self._note_cancelled(entry.samples.values())
         renewed = self.ledger.renew(entry, self._config.group_size, version=version)
+        fresh = GroupWork(entry=renewed, prompt=work.prompt, admitted_at=now)
+        self.works[renewed.number] = fresh
         self._on_end(work, Ending.EXPIRED)
-        work = GroupWork(entry=renewed, prompt=work.prompt, admitted_at=now)
-        self.works[renewed.number] = work
-        return work
+        return fresh
 
     def cancel(self, work: GroupWork) -> None:
         """Nobody wants it any more."""
@@ -260,12 +264,14 @@ class Collection:
         return {
             "ledger": self.ledger.state_dict(),
             "rewinds": [list(rewind) for rewind in self.timeline.rewinds],
-            "num_barren": self.num_barren,
             "works": [
                 {
                     "number": work.entry.number,
                     "prompt_ids": work.prompt.prompt_ids,
                     "rollouts": [rollout_to_json(rollout) for rollout in work.ordered()],
+                    "reward_metadata": {
+                        str(index): saveable(told) for index, told in sorted(work.reward_metadata.items())
+                    },
                     "partials": [rollout_to_json(partial) for _, partial in sorted(work.partials.items())],
                 }
                 for _, work in sorted(self.works.items())
@@ -286,13 +292,21 @@ class Collection:
             entry = ledger.group(prompt.number)
             assert entry is not None
             work = GroupWork(entry=entry, prompt=prompt, admitted_at=now)
-            for name, rollouts in (("rollouts", work.rollouts), ("partials", work.partials)):
-                for one in saved[name]:
-                    rollouts[one["sample_index"]] = rollout_from_json(one, prompt.metadata)
+            work.reward_metadata = {int(index): told for index, told in saved["reward_metadata"].items()}
+            for one in saved["rollouts"]:
+                index = one["sample_index"]
+                metadata = {**prompt.metadata, **work.reward_metadata.get(index, {})}
+                work.rollouts[index] = rollout_from_json(one, metadata)
+            for one in saved["partials"]:
+                work.partials[one["sample_index"]] = rollout_from_json(one, {})
             works[prompt.number] = work
         self.ledger, self.works = ledger, works
         self.timeline = Timeline([(first, shift) for first, shift in state["rewinds"]])
-        self.num_barren = state["num_barren"]
+
+    def settle(self) -> None:
+        """After a checkpoint was loaded: groups that are complete and were not settled, since the filter had raised."""
+        for entry in list(self.ledger.groups(GroupState.OPEN)):
+            self._settle(self.works[entry.number])
 
     def rewind(self, saved_version: int, next_version: int) -> None:
         """The weights of `saved_version` are called `next_version` from now on."""
@@ -319,8 +333,8 @@ class Collection:
         self._forget(work, ending)
 
     def _forget(self, work: GroupWork, ending: Ending) -> None:
-        self._on_end(work, ending)
         del self.works[work.entry.number]
+        self._on_end(work, ending)
 
     def _note_cancelled(self, samples: Iterable[SampleEntry]) -> None:
         self.cancelled += [(s.worker_id, s.sample_id) for s in samples if s.worker_id is not None]

@@ -1,11 +1,14 @@
 """Rollouts as JSON: for checkpoints, and for the file that a run leaves behind."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from rollout.types import Decoder, FinishReason, Rollout, Timings, VersionSpan
+
+log = logging.getLogger("rollsync")
 
 
 def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
@@ -65,8 +68,26 @@ def rollout_line(
         "step": step,
         "trained_version": trained_version,
         "ending": ending,
-        "metadata": dict(rollout.metadata),
+        "metadata": {str(name): _or_repr(value) for name, value in rollout.metadata.items()},
     }
     if tokenizer is not None:
         line["text"] = rollout.text(tokenizer)
-    return json.dumps(line, default=repr) + "\n"
+    return json.dumps(line) + "\n"
+
+
+def saveable(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as it comes out of JSON. A value that JSON cannot say is left out, and named in the log."""
+    saved: dict[str, Any] = {}
+    for name, value in metadata.items():
+        try:
+            saved[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError, RecursionError) as error:
+            log.warning("the metadata %r of a reward is not in the checkpoint: %s", name, error)
+    return saved
+
+
+def _or_repr(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value, default=repr))
+    except (TypeError, ValueError, RecursionError):  # keys that are no names, or a value that holds itself
+        return repr(value)

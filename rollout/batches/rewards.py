@@ -52,7 +52,9 @@ class RewardResult:
         metrics = {name: _finite(value, f"RewardResult.metrics[{name!r}]") for name, value in self.metrics.items()}
         taken = sorted(name for name in metrics if name in RESERVED_METRICS)
         if taken:
-            raise InvalidRequestError(f"RewardResult.metrics must not be named {taken}: `reward/{taken[0]}` is another's")
+            raise InvalidRequestError(
+                f"RewardResult.metrics must not be named {taken}: `reward/{taken[0]}` is another's"
+            )
         object.__setattr__(self, "metrics", metrics)
 
 

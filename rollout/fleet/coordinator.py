@@ -86,6 +86,7 @@ class Coordinator:
         self._drained: list[Future[None]] = []
         self._turn_is_due = False
         self._checked_version = 0
+        self._was_told = False  # whoever waited, of a stall
 
     # ------------------------------------------------------------------------------------------ asked from outside
 
@@ -98,12 +99,16 @@ class Coordinator:
         if self.fatal is not None:
             future.set_exception(self.fatal)
             return
+        if self._was_told:
+            self.collection.num_barren = 0  # "zero output" would be for ever: nothing is begun that could end it
+            self._was_told = False
         self.handout.ask(future)
         self.refresh()  # a publish may have come a moment ago
         self.changed()
 
     def rescore(self) -> None:
-        """After a checkpoint was loaded: rewards that were pending are asked for again."""
+        """After a checkpoint was loaded: rewards that were pending are asked for again, and what is complete is settled."""
+        self.loop.call_soon(self.collection.settle)
         for sample in list(self.collection.ledger.samples(SampleState.REWARDING)):
             work = self.collection.works[sample.group.number]
             self.loop.call_soon(partial(self._scoring.submit, work, sample, self.judge))
@@ -385,6 +390,7 @@ class Coordinator:
         why = self.stalled()
         if why is not None and self.handout.num_waiting:
             self.handout.refuse_all(RolloutStalledError(why, self.status()))
+            self._was_told = True
         self.changed()
         self.loop.call_later(self.loop.tick_s, self._tick)
 
