@@ -15,9 +15,9 @@ from rollout.batches.prompts import Rows
 from rollout.batches.rewards import GroupRewardFn, RewardFn, RewardRunner
 from rollout.config import EngineConfig
 from rollout.engine import GenerationEngine
-from rollout.errors import EngineStateError, RolloutStalledError
+from rollout.errors import EngineStateError, InvalidRequestError, RolloutStalledError
 from rollout.fleet import checkpoint
-from rollout.fleet.evaluation import evaluation_prompts
+from rollout.fleet.evaluation import check_evaluation, evaluation_prompts
 from rollout.fleet.fleets import fleet_for
 from rollout.fleet.local_fleet import LocalFleet
 from rollout.fleet.protocols import Fleet, FleetWorker, Loop
@@ -196,6 +196,7 @@ class RolloutController:
         after `timeout_s`, and then nothing of it goes on."""
         timeout_s = check_limit(timeout_s)
         params = params if params is not None else self.config.sampling
+        check_evaluation(prompts, params, num_samples)
         ready = evaluation_prompts(prompts, self._run.tokenizer)
 
         def begin(future: "Future[list[Rollout]]") -> None:
@@ -251,7 +252,7 @@ class RolloutController:
 
     def targets(self) -> list[FleetTarget]:
         """The workers, for `sync.WeightSync`."""
-        return [FleetTarget(worker, self._coordinator) for worker in self.workers()]
+        return [FleetTarget(worker, self._coordinator, self._questions) for worker in self.workers()]
 
     def workers(self) -> list[FleetWorker]:
         """Those of the fleet at the moment."""
@@ -269,6 +270,8 @@ class RolloutController:
         """Takes a worker out of the fleet and stops it. What it runs goes on elsewhere, from where it is; from its last
         snapshot if it does not answer."""
         timeout_s = check_limit(timeout_s)
+        if isinstance(self.fleet, LocalFleet):
+            raise InvalidRequestError("a fleet of num_workers=0 is one engine and cannot lose it; stop the controller")
         seat = self._questions.ask(lambda: self._coordinator.remove_worker(worker_id, migrate=False))
         note_snapshots([seat.worker], self._coordinator, self._questions, timeout_s)
         self._questions.ask(lambda: self._coordinator.remove_worker(worker_id, migrate=True))
@@ -282,7 +285,7 @@ class RolloutController:
             self._call_on_join(worker, callback)
 
     def _call_on_join(self, worker: FleetWorker, callback: Callable[[FleetTarget], None]) -> None:
-        worker.on_join(lambda joined: callback(FleetTarget(joined, self._coordinator)))
+        worker.on_join(lambda joined: callback(FleetTarget(joined, self._coordinator, self._questions)))
 
     # ---------------------------------------------------------------------------------------------------- accounts
 

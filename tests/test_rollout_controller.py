@@ -96,6 +96,27 @@ def test_no_progress_is_a_stall() -> None:
         controller.next_batch(timeout_s=10_000)
 
 
+def test_work_that_no_worker_ever_takes_is_a_stall() -> None:
+    fleet = a_fleet(1, max_outstanding=3)
+    with (
+        fleet.controller(PROMPTS, reward, config=a_config(no_progress_s=50)) as controller,
+        pytest.raises(RolloutStalledError, match="wait for a worker that takes them") as caught,
+    ):
+        controller.next_batch(timeout_s=10_000)
+    assert "may hold no more" in caught.value.status["workers"]["w0"]["reason"]
+
+
+def test_a_fleet_without_workers_says_so_and_goes_on_with_another() -> None:
+    fleet = a_fleet(1)
+    with fleet.controller(PROMPTS, reward, config=a_config(pause_stall_s=50)) as controller:
+        controller.remove_worker("w0")
+        with pytest.raises(RolloutStalledError) as caught:
+            controller.next_batch(timeout_s=100)
+        assert "the fleet has no workers; controller.add_worker()" in caught.value.status["waits_for"][0]
+        controller.add_worker()
+        assert len(controller.next_batch(timeout_s=1000)) == 4
+
+
 def test_a_cancelled_group_is_accounted_for_and_another_id_is_refused() -> None:
     """prime-rl#2639, SkyRL#1250: one ending for each sample; an unknown id raises; the worker has really stopped."""
     fleet = a_fleet(lengths=ConstantLengths(tokens=500))
@@ -124,6 +145,8 @@ def test_draining_ends_what_runs_and_begins_nothing_new() -> None:
         assert metrics["rollout/samples_scored"] == issued
         for _ in range(2):
             controller.next_batch(timeout_s=10).acknowledge()
+        with pytest.raises(PromptsExhaustedError, match=r"the controller drains.*resume\(\) goes on"):
+            controller.next_batch(timeout_s=10)
         controller.resume()
         assert len(controller.next_batch(timeout_s=1000).groups) == 4
 

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, check_rollouts, number_of, reward
@@ -183,3 +184,30 @@ def test_a_new_run_labels_its_tokens_above_the_highest_version_ever_published(tm
     again = a_fleet()
     with again.controller(PROMPTS, reward, config=config) as controller:
         assert min(r.min_version or 0 for r in controller.next_batch(timeout_s=500).rollouts) == 4
+
+
+def test_a_checkpoints_weights_are_the_next_version_once_a_batch_of_this_one_was_trained_on() -> None:
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config(max_staleness=2)) as controller:
+        first, second = controller.next_batch(timeout_s=500), controller.next_batch(timeout_s=500)
+        second.give_back()
+        assert controller.state_dict()["policy_version"] == 0, "nothing was trained on"
+        second = controller.next_batch(timeout_s=500)
+        first.acknowledge()
+        assert controller.state_dict()["policy_version"] == 1, "whatever else is out"
+        fleet.publish()
+        fleet.loop.advance(10.0)
+        assert controller.state_dict()["policy_version"] == 1, "it was published"
+
+
+def test_the_versions_file_makes_its_folder_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "versions.json"
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config(versions_file=path)) as controller:
+        controller.next_batch(timeout_s=500).acknowledge()
+        fleet.publish()
+        controller.next_batch(timeout_s=500)
+    assert json.loads(path.read_text()) == {"highest_version": 1}
+    path.write_text("")
+    with pytest.raises(InvalidRequestError, match="is no file of versions"):
+        a_fleet().controller(PROMPTS, config=a_config(versions_file=path))

@@ -218,3 +218,21 @@ def test_what_a_reward_says_is_there_after_a_checkpoint_too() -> None:
     with controller:
         rollouts = controller.next_batch(timeout_s=1000).rollouts
     assert [rollout.metadata for rollout in rollouts[::4]] == [{"answer": n, "parsed": [4, 2]} for n in range(4)]
+
+
+def test_a_reward_function_that_changes_its_rollout_changes_no_batch() -> None:
+    def one(rollout: Rollout, text: str) -> float:
+        rollout.token_ids.append(0)
+        dict.clear(rollout.metadata)
+        return 1.0
+
+    def group(rollouts: list[Rollout]) -> list[float]:
+        return [one(rollouts.pop(), "") for _ in range(len(rollouts))]
+
+    rows = [{"prompt": prompt, "answer": 4} for prompt in PROMPTS[:4]]
+    for functions in ({"reward_fn": one}, {"group_reward_fn": group}):
+        fleet = a_fleet()
+        with fleet.controller(rows, config=a_config(), **functions) as controller:
+            lease = controller.next_batch(timeout_s=1000)
+            check_rollouts(lease)
+            assert {rollout.metadata["answer"] for rollout in lease.rollouts} == {4}

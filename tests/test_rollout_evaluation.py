@@ -1,11 +1,12 @@
 """Evaluation on simulated fleets that train: first in line, in no account, of one version where that can be."""
 
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, reward
 
-from rollout import FinishReason, InvalidRequestError, Rollout, RolloutStalledError, SamplingParams
+from rollout import EngineStateError, FinishReason, InvalidRequestError, Rollout, RolloutStalledError, SamplingParams
 from rollout.batches.prompts import Prompt
 from rollout.simulate import ConstantLengths, Faults, SimulatedWorker
 
@@ -100,3 +101,33 @@ def test_an_evaluation_that_nobody_waits_for_any_more_ends_on_the_workers_too() 
         fleet.loop.advance(6.0)
         assert not any(name.startswith("eval") for name in fleet.workers["w0"]._running)
         assert controller._coordinator.evaluations.num_on("w0") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"num_samples": 1.5}, "num_samples must be an integer of at least 1, got 1.5"),
+        ({"num_samples": "2"}, "num_samples"),
+        ({"num_samples": -1}, "num_samples"),
+        ({"params": {}}, "params must be SamplingParams"),
+        ({"prompts": "hello"}, "takes a list of prompts, got 'hello'"),
+        ({"prompts": {"prompt": [1]}}, "takes a list of prompts"),
+        ({"prompts": 3}, "takes a list of prompts"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused_and_the_training_goes_on(arguments: dict[str, Any], says: str) -> None:
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        with pytest.raises(InvalidRequestError, match=says):
+            controller.evaluate(**{"prompts": [[1, 2]], **arguments})
+        assert len(controller.next_batch(timeout_s=500)) == 4
+
+
+def test_after_a_stop_a_target_says_so_and_answers_what_waited() -> None:
+    fleet = a_fleet(1, lengths=ConstantLengths(tokens=500), slots=64)
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        (target,) = controller.targets()
+        waits = target.call_update(lambda _: 1)
+    for future in (waits, target.call_update(lambda _: 1)):
+        with pytest.raises(EngineStateError, match="stopped"):
+            future.result(0)

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,3 +163,35 @@ def test_a_fleet_on_two_nodes_trains_every_prompt_once_while_workers_come_go_and
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "every prompt once, on both nodes" in ran.stdout
+
+
+class UnplacedFleet(RayFleet):
+    """Its workers are made when both have been asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(WORKERS, 1)
+        self.both = threading.Barrier(2)
+        self.numbers: list[int] = []
+
+    def _make(self, number: int, serve_from_version: int) -> Any:
+        self.numbers.append(number)
+        self.both.wait(BATCH_S)
+        return number
+
+
+def test_workers_that_are_added_at_once_have_names_of_their_own() -> None:
+    fleet = UnplacedFleet()
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(fleet.add_worker, 0) for _ in range(2)]:
+            future.result(BATCH_S)
+    assert sorted(fleet.numbers) == [0, 1]
+
+
+def test_workers_that_have_no_room_for_a_group_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="max_outstanding=4 has no room for a group of 8"):
+        RolloutController(
+            worker_jobs.marker_llama,
+            [[1]],
+            workers=replace(WORKERS, max_outstanding=4),
+            config=RolloutConfig(num_workers=1, group_size=8),
+        )

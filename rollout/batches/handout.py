@@ -28,6 +28,8 @@ class HandOut:
         """Those that are out."""
         self.handed_version: int | None = None
         """The fleet's version at the last hand-out."""
+        self.trained_version: int | None = None
+        """The newest version that a batch which was trained on was handed out at."""
         self._waiting: deque[Future[Lease]] = deque()
         self._collection = collection
         self._config = config
@@ -54,8 +56,9 @@ class HandOut:
         """The future waits for a batch; cancel it to wait no more."""
         self._waiting.append(future)
 
-    def run(self, version: int, *, is_last: bool) -> bool:
-        """Hands out what is complete; whether that was anything. `is_last`: no other group will be admitted."""
+    def run(self, version: int, *, is_last: bool, is_draining: bool) -> bool:
+        """Hands out what is complete; whether that was anything. `is_last`: no other group will be admitted, at the end of
+        the prompts or while it is draining."""
         handed = False
         while self.num_waiting:
             ledger = self._collection.ledger
@@ -67,7 +70,7 @@ class HandOut:
             if is_last and not ahead:
                 if self.leases:
                     break  # they may come back
-                self.refuse_all(self._exhausted())
+                self.refuse_all(self._exhausted(is_draining))
                 break
             if self._config.on_stale == "raise":
                 stale = [entry.group_id for entry in ahead if self.is_too_old(entry, version)]
@@ -97,6 +100,8 @@ class HandOut:
         if self.leases.get(lease.number) is not lease:
             return False  # of before a checkpoint was loaded
         del self.leases[lease.number]
+        if trained:
+            self.trained_version = max(lease.version, self.trained_version or 0)
         for entry in lease.entries:
             if trained:
                 self._collection.acknowledge(entry)
@@ -130,7 +135,11 @@ class HandOut:
         self._metrics.handed_out(groups, complete_s)
         return lease
 
-    def _exhausted(self) -> PromptsExhaustedError:
+    def _exhausted(self, is_draining: bool) -> PromptsExhaustedError:
+        if is_draining:
+            return PromptsExhaustedError(
+                "the controller drains, and all that it had admitted has ended; resume() goes on"
+            )
         ended = self._collection.ledger.ended["prompts"]
         return PromptsExhaustedError(
             f"all prompts have ended: {', '.join(f'{count} {ending}' for ending, count in ended.items() if count)}; for "

@@ -19,8 +19,14 @@ class HighestVersion:
         self._path = path
         self.value = 0
         """0: none was."""
-        if path is not None and path.exists():
-            self.value = int(json.loads(path.read_text())["highest_version"])
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            try:
+                self.value = int(json.loads(path.read_text())["highest_version"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise InvalidRequestError(f"versions_file={str(path)!r} is no file of versions: {error!r}") from None
 
     @property
     def next(self) -> int:
@@ -40,9 +46,8 @@ class HighestVersion:
 
 def save(coordinator: Coordinator, highest: HighestVersion) -> dict[str, Any]:
     """JSON-safe. On the loop."""
-    handout = coordinator.handout
     # a batch has been trained on, and its publish is to come: the weights saved now are those of the next version
-    owed = handout.handed_version == coordinator.version and not handout.leases
+    owed = coordinator.handout.trained_version == coordinator.version
     return {
         "format": STATE_FORMAT,
         "config": fingerprint(coordinator),

@@ -321,7 +321,9 @@ class Coordinator:
         for worker_id, items in outbox.items():
             self.roster.seats[worker_id].link.submit(items)
         self._tell_cancelled()
-        if self.handout.run(self.version, is_last=self.is_draining or self.prompts.is_exhausted):
+        is_last = self.is_draining or self.prompts.is_exhausted
+        is_draining = self.is_draining and not self.prompts.is_known_exhausted
+        if self.handout.run(self.version, is_last=is_last, is_draining=is_draining):
             self.supervisor.saw_progress()
             self.changed()  # there is room now
         self._finish_drain()

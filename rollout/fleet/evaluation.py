@@ -10,7 +10,7 @@ commit has ended: each result is of one version, unless that took too long. Then
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -246,7 +246,17 @@ class Evaluations:
             self._release(task)
 
 
-def evaluation_prompts(rows: Sequence[Any], tokenizer: Tokenizer | None) -> list[Prompt]:
+def check_evaluation(rows: Any, params: Any, num_samples: Any) -> None:
+    """InvalidRequestError for arguments that an evaluation cannot have: on the loop they would end the training."""
+    if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
+        raise InvalidRequestError(f"evaluate takes a list of prompts, got {rows!r:.60}")
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, got {params!r:.60}")
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+        raise InvalidRequestError(f"num_samples must be an integer of at least 1, got {num_samples!r}")
+
+
+def evaluation_prompts(rows: Iterable[Any], tokenizer: Tokenizer | None) -> list[Prompt]:
     """Prompts as a controller takes them, named by their places. InvalidRequestError names the first that cannot be read."""
     prompts: list[Prompt] = []
     for number, row in enumerate(rows):

@@ -47,4 +47,9 @@ def fleet_for(
         if workers is not None
         else WorkerConfig(model=model, engine=engine)
     )
+    if placed.max_outstanding < config.group_size:
+        raise InvalidRequestError(
+            f"WorkerConfig.max_outstanding={placed.max_outstanding} has no room for a group of {config.group_size}, which "
+            "stays on one worker"
+        )
     return RayFleet(placed, config.num_workers, placement=config.placement)

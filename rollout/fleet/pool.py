@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,7 @@ class RayFleet:
         self._placement = placement
         self._group: PlacementGroup | None = None
         self._num_made = 0
+        self._naming = threading.Lock()
 
     def start(self, serve_from_version: int) -> Sequence[Worker]:
         """All of them, running; a few start at a time. If one cannot, the others are stopped, and its error is raised."""
@@ -72,8 +74,10 @@ class RayFleet:
 
     def add_worker(self, serve_from_version: int) -> Worker:
         """One more, outside the placement group, which is full."""
-        worker = self._make(self._num_made, serve_from_version)
-        self._num_made += 1
+        with self._naming:  # two at once would share a name
+            number = self._num_made
+            self._num_made += 1
+        worker = self._make(number, serve_from_version)
         self.workers.append(worker)
         return worker
 

@@ -70,6 +70,8 @@ def waits_for(coordinator: "Coordinator") -> list[str]:
     """What keeps the next batch from being handed out."""
     ledger = coordinator.collection.ledger
     reasons: list[str] = []
+    if not coordinator.roster.seats:
+        reasons.append("the fleet has no workers; controller.add_worker() brings one")
     not_serving = [
         f"{seat.worker_id} is {seat.state}"
         + (f" at version {seat.version}" if seat.version < coordinator.version else "")

@@ -1,6 +1,7 @@
 """Which reward function is called when, and with what."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rollout.batches.collection import GroupWork
@@ -100,7 +101,7 @@ class Scoring:
                     error = invalid
             self._loop.call_soon(lambda: events.group_scored(work, attempts, results, error))
 
-        self._runner.submit(lambda: function(rollouts), done)
+        self._runner.submit(lambda: function([own_copy(rollout) for rollout in rollouts]), done)
 
     def score_alone(self, rollout: Rollout, done: Callable[[RewardResult | None, RewardError | None], None]) -> None:
         """A rollout that is in no group's books, as of an evaluation. `done` is called on the loop."""
@@ -121,14 +122,14 @@ class Scoring:
                     error = invalid
             self._loop.call_soon(lambda: done(result, error))
 
-        self._runner.submit(lambda: function([rollout]), first)
+        self._runner.submit(lambda: function([own_copy(rollout)]), first)
 
     def _score(self, rollout: Rollout, then: Callable[[RewardResult | None, RewardError | None], None]) -> None:
         function, tokenizer = self._reward_fn, self._tokenizer
         assert function is not None
 
         def call() -> Any:  # the text too is made off the loop
-            return function(rollout, "" if tokenizer is None else rollout.text(tokenizer))
+            return function(own_copy(rollout), "" if tokenizer is None else rollout.text(tokenizer))
 
         def done(value: Any, error: RewardError | None) -> None:
             result = None
@@ -140,3 +141,16 @@ class Scoring:
             self._loop.call_soon(lambda: then(result, error))
 
         self._runner.submit(call, done)
+
+
+def own_copy(rollout: Rollout) -> Rollout:
+    """For a user's function: one that changes what it is given changes no batch, and no length that others rely on."""
+    return replace(
+        rollout,
+        prompt_ids=list(rollout.prompt_ids),
+        token_ids=list(rollout.token_ids),
+        logprobs=list(rollout.logprobs),
+        loss_mask=list(rollout.loss_mask),
+        version_spans=list(rollout.version_spans),
+        metadata=dict(rollout.metadata),
+    )

@@ -50,7 +50,7 @@ class Supervisor:
             self._snapshot_at = now
             self._take_snapshots()
         ledger = self._collection.ledger
-        if not ledger.num_samples(SampleState.RUNNING):
+        if not ledger.num_samples(SampleState.RUNNING, SampleState.QUEUED):
             self._signs.progress_at = now
         if not ledger.num_samples(SampleState.REWARDING):
             self._signs.reward_at = now
@@ -115,6 +115,7 @@ class Supervisor:
             self._config,
             now=self._loop.now(),
             num_running=self._collection.ledger.num_samples(SampleState.RUNNING),
+            num_queued=self._collection.ledger.num_samples(SampleState.QUEUED),
             num_rewarding=self._collection.ledger.num_samples(SampleState.REWARDING),
             num_barren=self._collection.num_barren,
             last_failure=self._collection.last_failure,

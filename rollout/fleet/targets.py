@@ -8,14 +8,16 @@ from typing import Any
 from rollout.errors import EngineStateError
 from rollout.fleet.coordinator import Coordinator
 from rollout.fleet.protocols import FleetWorker
+from rollout.fleet.questions import Questions
 
 
 class FleetTarget:
     """One worker. Evaluations hold up nothing but its updates."""
 
-    def __init__(self, worker: FleetWorker, coordinator: Coordinator) -> None:
+    def __init__(self, worker: FleetWorker, coordinator: Coordinator, questions: Questions) -> None:
         self.worker = worker
         self._coordinator = coordinator
+        self._questions = questions
 
     @property
     def worker_id(self) -> str:
@@ -27,7 +29,7 @@ class FleetTarget:
 
     def call_update(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """`call`, for a function that updates the engine: once the worker evaluates nothing, or `evaluation_wait_s` later.
-        It can be cancelled until then."""
+        It can be cancelled until then. After the controller's stop the future has an EngineStateError."""
         outer: Future[Any] = Future()
         loop = self._coordinator.loop
 
@@ -55,7 +57,20 @@ class FleetTarget:
         def after() -> None:
             loop.call_soon(partial(self._coordinator.commit_ends, self.worker_id))
 
-        loop.call_soon(partial(self._coordinator.commit_begins, self.worker_id, go))
+        def cleared(clear: "Future[None]") -> None:
+            error = clear.exception()
+            if error is None:
+                go()
+            elif outer.set_running_or_notify_cancel():
+                outer.set_exception(error)
+
+        def begin(clear: "Future[None]") -> None:
+            self._coordinator.commit_begins(self.worker_id, lambda: clear.set_result(None))
+
+        try:
+            self._questions.put(begin).add_done_callback(cleared)
+        except EngineStateError as error:
+            outer.set_exception(error)
         return outer
 
     def on_join(self, callback: Callable[[Any], None]) -> None:

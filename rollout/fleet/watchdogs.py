@@ -18,8 +18,8 @@ class Signs:
 
 
 def stall(
-    signs: Signs, config: RolloutConfig, *, now: float, num_running: int, num_rewarding: int, num_barren: int,
-    last_failure: str | None,
+    signs: Signs, config: RolloutConfig, *, now: float, num_running: int, num_queued: int, num_rewarding: int,
+    num_barren: int, last_failure: str | None,
 ) -> str | None:  # fmt: skip
     """What is wrong, in a sentence that names the limit; None if nothing is."""
     barren_limit = barren_limit_of(config)
@@ -39,10 +39,10 @@ def stall(
             f"pause stall: no worker could take work for {now - signs.serving_at:.0f} s "
             f"(pause_stall_s={config.pause_stall_s:g}); it is paused, fenced, stale or dead"
         )
-    if num_running and now - signs.progress_at > config.no_progress_s:
+    if (num_running or num_queued) and now - signs.progress_at > config.no_progress_s:
         return (
-            f"no progress: {num_running} samples run and no token, result or reward came for "
-            f"{now - signs.progress_at:.0f} s (no_progress_s={config.no_progress_s:g})"
+            f"no progress: {num_running} samples run, {num_queued} wait for a worker that takes them, and no token, result or "
+            f"reward came for {now - signs.progress_at:.0f} s (no_progress_s={config.no_progress_s:g})"
         )
     return None
 
