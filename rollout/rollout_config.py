@@ -9,6 +9,8 @@ from rollout.batches.staleness import Order, StalenessPolicy
 from rollout.errors import InvalidRequestError
 from rollout.types import SamplingParams
 
+PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -97,7 +99,17 @@ class RolloutConfig:
             ("worker_restarts", 0),
         ):
             self._check_integer(name, low)
-        for name in ("max_tokens_ahead", "max_samples_per_worker", "max_groups_without_output"):
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequestError(f"sampling must be SamplingParams, got {self.sampling!r:.60}")
+        if self.placement not in (None, *PLACEMENTS):
+            raise InvalidRequestError(f"placement must be None or one of {PLACEMENTS}, got {self.placement!r}")
+        for name in ("shuffle", "drop_equal_rewards", "progress_bar"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in (
+            *("max_tokens_ahead", "max_samples_per_worker", "max_groups_without_output"),
+            *("num_epochs", "look_ahead"),
+        ):
             if getattr(self, name) is not None:
                 self._check_integer(name, 1)
         limits = (

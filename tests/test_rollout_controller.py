@@ -1,6 +1,7 @@
 """The real controller over simulated fleets: every prompt once, no wait without end, and a reason for each stall."""
 
 import json
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from rollout import (
     InvalidRequestError,
     PromptsExhaustedError,
     RolloutConfig,
+    RolloutController,
     RolloutStalledError,
 )
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
@@ -189,8 +191,27 @@ def test_a_controller_that_does_not_run_says_so() -> None:
         ({"on_stale": "keep"}, "on_stale"),
         ({"reward_timeout_s": -1}, "reward_timeout_s"),
         ({"num_epochs": 0}, "num_epochs"),
+        ({"num_epochs": "2"}, "num_epochs"),
+        ({"num_epochs": 1.5}, "num_epochs"),
+        ({"look_ahead": "a"}, "look_ahead"),
+        ({"sampling": {}}, "sampling must be SamplingParams"),
+        ({"placement": "X"}, "placement"),
+        ({"shuffle": 3}, "shuffle"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, object], names: str) -> None:
     with pytest.raises(InvalidRequestError, match=names):
         a_fleet().controller(PROMPTS, reward, config=RolloutConfig(**settings))
+
+
+def test_functions_that_cannot_work_are_refused_and_no_thread_stays() -> None:
+    before = threading.active_count()
+    for arguments, says in (
+        ({"keep_group": 3}, "keep_group must be a function"),
+        ({"reward_fn": None, "config": a_config(drop_equal_rewards=True)}, "drop_equal_rewards"),
+        ({"config": {"group_size": 2}}, "config must be a RolloutConfig"),
+        ({"prompts": []}, "at least one prompt"),
+    ):
+        with pytest.raises(InvalidRequestError, match=says):
+            RolloutController.over(a_fleet(), **{"prompts": PROMPTS, "reward_fn": reward, **arguments})
+    assert threading.active_count() == before

@@ -4,11 +4,19 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, check_rollouts, number_of, reward
 
-from rollout import EngineStateError, InvalidRequestError, PromptsExhaustedError, Rollout, RolloutStalledError
+from rollout import (
+    EngineStateError,
+    InvalidRequestError,
+    PromptsExhaustedError,
+    Rollout,
+    RolloutStalledError,
+    SamplingParams,
+)
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
 
 
@@ -211,3 +219,19 @@ def test_the_versions_file_makes_its_folder_and_one_that_is_none_is_refused(tmp_
     path.write_text("")
     with pytest.raises(InvalidRequestError, match="is no file of versions"):
         a_fleet().controller(PROMPTS, config=a_config(versions_file=path))
+
+
+@pytest.mark.parametrize("state", [None, [], "x", {}, {"format": 1}, {"format": 1, "config": {}}])
+def test_what_is_no_checkpoint_is_refused_at_once(state: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="state of a RolloutController"):
+        a_fleet().controller(PROMPTS, config=a_config()).load_state_dict(state)
+
+
+def test_a_checkpoint_drawn_by_another_distribution_is_refused() -> None:
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        state = controller.state_dict()
+    for settings in ({"temperature": 0.5}, {"seed": 3}):
+        config = a_config(sampling=SamplingParams(max_new_tokens=1000, **settings))
+        with pytest.raises(InvalidRequestError, match=f"sampling.{next(iter(settings))}"):
+            a_fleet().controller(PROMPTS, reward, config=config).load_state_dict(state)

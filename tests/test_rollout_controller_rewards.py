@@ -173,6 +173,7 @@ def test_whoever_asks_again_after_a_run_without_output_has_another_try_also_afte
         for _ in range(2):
             with pytest.raises(RolloutStalledError, match="zero output"):
                 controller.next_batch(timeout_s=10_000)
+        fleet.loop.advance(500.0)  # what runs still has ended
         state = json.loads(json.dumps(controller.state_dict()))
         keeps = True
         assert len(controller.next_batch(timeout_s=10_000)) == 4

@@ -210,6 +210,8 @@ def test_a_source_that_got_shorter_is_refused_when_going_on() -> None:
         (7, {}),
         ([[1]], {"num_epochs": 0}),
         (Repeatable(2), {"shuffle_seed": 1}),
+        (([n] for n in (5, 6)), {"num_epochs": 2}),
+        ([[1]], {"num_epochs": 1.5}),
     ],
 )
 def test_sources_that_cannot_work_are_refused(source: Any, settings: dict[str, Any]) -> None:

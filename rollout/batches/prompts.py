@@ -122,8 +122,17 @@ class Prompts:
         """Rows of an epoch; None while that is not known."""
         if self.length == 0:
             raise InvalidRequestError("prompts must hold at least one prompt, got none")
-        if num_epochs is not None and (isinstance(num_epochs, bool) or num_epochs < 1):
-            raise InvalidRequestError(f"num_epochs must be at least 1, or None for no end, got {num_epochs!r}")
+        if num_epochs is not None and (
+            isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 1
+        ):
+            raise InvalidRequestError(
+                f"num_epochs must be an integer of at least 1, or None for no end, got {num_epochs!r}"
+            )
+        if num_epochs is not None and num_epochs > 1 and isinstance(source, Iterator):
+            raise InvalidRequestError(
+                f"num_epochs={num_epochs} reads the prompts again, and a {type(source).__name__} can be read once; pass a "
+                "list, a dataset or an object whose __iter__ begins anew"
+            )
         if shuffle_seed is not None and self.length is None:
             raise InvalidRequestError("an iterable cannot be shuffled; pass a list or a dataset, or shuffle=False")
         self.cursor = 0

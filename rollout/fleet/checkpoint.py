@@ -10,6 +10,8 @@ from rollout.errors import InvalidRequestError
 from rollout.fleet.coordinator import Coordinator
 
 STATE_FORMAT = 1
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+"""What the rollouts that a checkpoint holds are drawn by: one that goes on by another is drawn from no distribution."""
 
 
 class HighestVersion:
@@ -60,10 +62,11 @@ def save(coordinator: Coordinator, highest: HighestVersion) -> dict[str, Any]:
 
 def check(coordinator: Coordinator, state: Mapping[str, Any]) -> None:
     """InvalidRequestError for a state that this controller cannot go on from."""
-    if state.get("format") != STATE_FORMAT:
-        raise InvalidRequestError(
-            f"this is no state of a RolloutController, or of another release: {state.get('format')!r}"
-        )
+    if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+        raise InvalidRequestError(f"this is no state of a RolloutController, or of another release: {state!r:.60}")
+    missing = sorted({"config", "cursor", "policy_version", "highest_version", "works"} - set(state))
+    if missing:
+        raise InvalidRequestError(f"the state of a RolloutController is not whole: it has no {', '.join(missing)}")
     mine, saved = fingerprint(coordinator), state["config"]
     differing = [f"{n}: {saved.get(n)!r} then, {mine[n]!r} now" for n in mine if mine[n] != saved.get(n)]
     if differing:
@@ -91,5 +94,5 @@ def fingerprint(coordinator: Coordinator) -> dict[str, Any]:
         "shuffle": config.shuffle,
         "group_size": config.group_size,
         "num_prompts": coordinator.prompts.length,
-        "max_new_tokens": config.sampling.max_new_tokens,
+        **{f"sampling.{name}": getattr(config.sampling, name) for name in SAMPLING},
     }

@@ -13,7 +13,7 @@ from rollout.batches.groups import KeepGroup, rewards_differ
 from rollout.batches.lease import Lease
 from rollout.batches.prompts import Prompts, Rows
 from rollout.batches.rewards import GroupRewardFn, RewardFn, RewardPool, RewardRunner
-from rollout.errors import EngineStateError
+from rollout.errors import EngineStateError, InvalidRequestError
 from rollout.fleet import checkpoint
 from rollout.fleet.checkpoint import HighestVersion
 from rollout.fleet.coordinator import Coordinator
@@ -46,6 +46,14 @@ class FleetRun:
         rewards: RewardRunner | None = None,
     ) -> None:
         """`loop` and `rewards`: None for those of real time."""
+        if not isinstance(config, RolloutConfig):
+            raise InvalidRequestError(f"config must be a RolloutConfig, got {config!r:.60}")
+        if keep_group is not None and not callable(keep_group):
+            raise InvalidRequestError(f"keep_group must be a function, got {keep_group!r:.60}")
+        if config.drop_equal_rewards and reward_fn is None and group_reward_fn is None:
+            raise InvalidRequestError(
+                "drop_equal_rewards=True filters every group where there are no rewards; pass reward_fn"
+            )
         if keep_group is None and config.drop_equal_rewards:
             keep_group = rewards_differ
         self.fleet = fleet
