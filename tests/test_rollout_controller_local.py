@@ -242,6 +242,30 @@ def test_an_error_in_the_training_loop_ends_everything() -> None:
     wait_until(lambda: threading.active_count() <= before)
 
 
+def test_an_update_that_failed_is_named_as_what_the_next_batch_waits_for() -> None:
+    def fail(controller: RolloutController) -> None:
+        with controller.update():
+            raise ZeroDivisionError
+
+    with a_controller(marker_llama()) as controller:
+        with controller.next_batch(60):
+            pass
+        with pytest.raises(ZeroDivisionError):
+            fail(controller)
+        assert "local is stale (its engine is fenced)" in controller.status()["waits_for"][0]
+        with controller.update():
+            pass
+        with controller.next_batch(60):
+            pass
+
+
+def test_the_engine_of_this_process_cannot_be_removed() -> None:
+    with a_controller(marker_llama()) as controller:
+        with pytest.raises(InvalidRequestError, match="is one engine"):
+            controller.remove_worker("local")
+        assert len(controller.next_batch(60)) == 3
+
+
 def test_whoever_waits_learns_of_the_stop() -> None:
     controller = a_controller(tiny_llama(), lambda rollout, text: None, max_groups_without_output=10**6)
     errors: list[BaseException] = []

@@ -75,6 +75,7 @@ def waits_for(coordinator: "Coordinator") -> list[str]:
     not_serving = [
         f"{seat.worker_id} is {seat.state}"
         + (f" at version {seat.version}" if seat.version < coordinator.version else "")
+        + (f" ({seat.reason})" if seat.reason is not None else "")
         for seat in coordinator.roster.seats.values()
         if not coordinator.roster.serves(seat, coordinator.version)
     ]

@@ -9,7 +9,7 @@ from rollout.fleet.protocols import Loop
 from rollout.fleet.roster import Roster, Seat
 from rollout.fleet.watchdogs import Signs, stall
 from rollout.rollout_config import RolloutConfig
-from rollout.status import UpdateRecord
+from rollout.status import EngineState, UpdateRecord
 from rollout.workers.wire import WorkerState
 
 BUSY_S = 0.25
@@ -78,6 +78,8 @@ class Supervisor:
             seat.suspect_since = self._loop.now()
         if health.reason is not None:
             seat.reason = health.reason
+        elif health.engine is not None and health.engine.state is not EngineState.RUNNING:
+            seat.reason = f"its engine is {health.engine.state}"
         if health.engine is not None:
             if health.engine.generated_tokens > seat.num_tokens:
                 self.saw_progress()
