@@ -332,12 +332,19 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         controller.add_worker()
 
 
-def test_a_call_of_a_target_cannot_be_taken_back_so_that_nobody_believes_it_was() -> None:
+def test_a_call_of_a_target_that_has_begun_cannot_be_taken_back_so_that_nobody_believes_it_was() -> None:
     """A weight sync uses a version again only if no engine can have it."""
     with a_controller(tiny_llama()) as controller:
         (target,) = controller.targets()
-        let = threading.Event()
-        answer = target.call(lambda engine: let.wait(30) and engine.version)
+        began, let = threading.Event(), threading.Event()
+
+        def version(engine: GenerationEngine) -> int:
+            began.set()
+            assert let.wait(30)
+            return engine.version
+
+        answer = target.call(version)
+        assert began.wait(30)
         assert not answer.cancel()
         let.set()
         assert answer.result(30) == 0
