@@ -117,8 +117,8 @@ def test_a_source_that_blocks_holds_up_no_limit_and_no_status() -> None:
 
     with a_controller(ThreadedWorker("w0"), prompts=rows()) as controller:
         assert blocked.wait(LIMIT_S)
-        with pytest.raises(RolloutStalledError, match="no batch within"):
+        with pytest.raises(RolloutStalledError, match="no batch within") as caught:
             controller.next_batch(0.05)
-        assert controller.status()["prompts"] == {"handed_out": 2, "exhausted": False}
+        assert caught.value.status["prompts"] == {"handed_out": 2, "exhausted": False}
         go.set()
         assert len(controller.next_batch(LIMIT_S)) == 4
