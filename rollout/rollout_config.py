@@ -99,13 +99,6 @@ class RolloutConfig:
             ("worker_restarts", 0),
         ):
             self._check_integer(name, low)
-        if not isinstance(self.sampling, SamplingParams):
-            raise InvalidRequestError(f"sampling must be SamplingParams, got {self.sampling!r:.60}")
-        if self.placement not in (None, *PLACEMENTS):
-            raise InvalidRequestError(f"placement must be None or one of {PLACEMENTS}, got {self.placement!r}")
-        for name in ("shuffle", "drop_equal_rewards", "progress_bar"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in (
             *("max_tokens_ahead", "max_samples_per_worker", "max_groups_without_output"),
             *("num_epochs", "look_ahead"),
@@ -133,6 +126,7 @@ class RolloutConfig:
                 f"max_samples_per_worker={self.max_samples_per_worker} has no room for a group of {self.group_size}, which "
                 "stays on one worker"
             )
+        self._check_kinds()
         self.staleness_policy()
         self.failure_policy()
 
@@ -163,6 +157,18 @@ class RolloutConfig:
     def __repr__(self) -> str:
         given = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != _default(f))
         return f"RolloutConfig({', '.join(given)})"
+
+    def _check_kinds(self) -> None:
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequestError(f"sampling must be SamplingParams, got {self.sampling!r:.60}")
+        if self.placement not in (None, *PLACEMENTS):
+            raise InvalidRequestError(f"placement must be None or one of {PLACEMENTS}, got {self.placement!r}")
+        for name in ("rollouts_jsonl", "versions_file"):
+            if not isinstance(getattr(self, name), (str, Path, type(None))):
+                raise InvalidRequestError(f"{name} must be a path or None, got {getattr(self, name)!r}")
+        for name in ("shuffle", "drop_equal_rewards", "progress_bar"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     def _check_integer(self, name: str, low: int) -> None:
         value: Any = getattr(self, name)

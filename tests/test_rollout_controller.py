@@ -197,6 +197,7 @@ def test_a_controller_that_does_not_run_says_so() -> None:
         ({"sampling": {}}, "sampling must be SamplingParams"),
         ({"placement": "X"}, "placement"),
         ({"shuffle": 3}, "shuffle"),
+        ({"rollouts_jsonl": 3}, "rollouts_jsonl must be a path"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, object], names: str) -> None:
