@@ -321,7 +321,16 @@ def test_reward_functions_of_one_name_are_all_added_up() -> None:
     one = [VersionSpan(0, 1)]
     (result,) = rewards([rollout(0, 0.0, one, **{PROMPT: "w5"})])
     assert result.reward == 421.0
-    assert set(result.metrics) == {"scale", "<lambda>"}
+    assert set(result.metrics) == {"scale/mean", "<lambda>/mean"}
+
+
+def test_reward_function_may_be_called_as_one_of_the_controllers_own_metrics() -> None:
+    def mean(**_: Any) -> list[float]:
+        return [0.5]
+
+    one = [VersionSpan(0, 1)]
+    (result,) = group_reward_of([mean], [1.0], number_tokenizer())([rollout(0, 0.0, one, **{PROMPT: "w5"})])
+    assert (result.reward, result.metrics) == (0.5, {"mean/mean": 0.5})
 
 
 @pytest.mark.parametrize("nothing", [None, math.nan])
@@ -337,7 +346,7 @@ def test_rollout_without_any_reward_leaves_the_mean_of_the_others(nothing: float
     results = rewards([rollout(i, 0.0, one, **{PROMPT: "w5"}) for i in range(3)])
     assert [result.metadata[UNSCORABLE] for result in results] == [True, False, False]
     assert [result.reward for result in results] == [3.0, 1.0, 5.0]
-    assert results[1].metrics == {"first": 1.0}
+    assert results[1].metrics == {"first/mean": 1.0}
     alone = group_reward_of([lambda **_: [nothing]], [1.0], number_tokenizer())(
         [rollout(0, 0.0, one, **{PROMPT: "w5"})]
     )

@@ -97,7 +97,7 @@ def group_reward_of(
         return [
             RewardResult(
                 reward=mean if total is None else total,
-                metrics={name: value for name, value in zip(names, row, strict=True) if value is not None},
+                metrics={f"{name}/mean": value for name, value in zip(names, row, strict=True) if value is not None},
                 metadata={
                     REWARDS: {n: math.nan if v is None else v for n, v in zip(names, row, strict=True)},
                     UNSCORABLE: total is None,
