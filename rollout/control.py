@@ -57,12 +57,12 @@ class ControlThread:
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             future, function = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = function()
-            except BaseException as error:
-                # the caller sees it; the thread lives on for the next job
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    # the caller sees it; the thread lives on for the next job
+                    future.set_exception(error)
+            # Until the next job comes, this frame would hold what the job was given (a bucket of weights, say), and an
+            # error's traceback holds this frame.
+            del job, future, function

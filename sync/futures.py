@@ -18,12 +18,12 @@ def uncancellable(inner: "Future[T]") -> "Future[T]":
     outer: Future[T] = Future()
     outer.set_running_or_notify_cancel()
 
-    def end(_: "Future[T]") -> None:
-        error = inner.exception()
+    def end(done: "Future[T]") -> None:  # not `inner`, which keeps its callbacks, and would keep itself
+        error = done.exception()
         if error is not None:
             outer.set_exception(error)
         else:
-            outer.set_result(inner.result())
+            outer.set_result(done.result())
 
     inner.add_done_callback(end)
     return outer

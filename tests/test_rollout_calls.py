@@ -1,12 +1,15 @@
 """What a worker's handle keeps of its calls and of those who want to know of a new incarnation."""
 
+import gc
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 from fakes import wait_until
 
 from rollout import RolloutError, WorkerDiedError, WorkerUnreachableError
+from rollout.control import ControlThread
 from rollout.workers.calls import PendingCalls
 from rollout.workers.joins import JoinCallbacks
 
@@ -38,6 +41,49 @@ def test_a_call_without_an_answer_fails_at_its_limit_and_a_late_answer_changes_n
     calls.answer(after, lambda: 4)  # resolved after the late one
     assert after.result(20) == 4
     assert isinstance(call.exception(), WorkerUnreachableError)
+
+
+class Payload:
+    """What a call was given, a bucket of weights, say."""
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+def is_let_go(ask: Callable[[Payload], Callable[[int], BaseException | None]]) -> bool:
+    """Whether a failed call's payload goes with the call, without the help of a collection."""
+    payload = Payload()
+    held = weakref.ref(payload)
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        failure_within = ask(payload)
+        del payload
+        assert isinstance(failure_within(20), ValueError)
+        del failure_within
+        wait_until(lambda: held() is None, 5)
+    finally:
+        if is_enabled:
+            gc.enable()
+    return True
+
+
+def test_what_a_failed_call_was_given_goes_with_the_call(calls: PendingCalls) -> None:
+    def ask(payload: Payload) -> Callable[[int], BaseException | None]:
+        call = calls.add(500, LATE)
+        calls.answer(call, payload.fail)
+        return call.exception
+
+    assert is_let_go(ask)
+
+
+def test_what_a_failed_call_of_an_engine_was_given_goes_with_the_call() -> None:
+    control = ControlThread()
+    control.start()
+    try:
+        assert is_let_go(lambda payload: control.submit(payload.fail).exception)
+    finally:
+        control.stop(20)
 
 
 def test_an_answer_after_the_end_is_dropped_and_a_call_after_it_is_refused(calls: PendingCalls) -> None:

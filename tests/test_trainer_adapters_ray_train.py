@@ -92,7 +92,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_trains_on_the_rest_under_versions_
     seen, versions = run(1)
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: ray.train.Checkpoint.from_directory(str(tmp_path)))
     seen_later, versions_later = run(2)
-    assert seen + seen_later == [f"p{n}" for n in range(NUM_PROMPTS)]
+    # within the window a batch has the groups that are complete, whichever they are
+    assert sorted(seen + seen_later) == sorted(f"p{n}" for n in range(NUM_PROMPTS))
     assert versions == [1, 2]
     assert min(versions_later) > 2
     assert versions_later == sorted(set(versions_later))

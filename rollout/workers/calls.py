@@ -40,10 +40,10 @@ class PendingCalls:
             self._pending.add(future)
         disarm = self._alarms.after(limit_s, lambda: self._submit(partial(_fail, future, unanswered)))
 
-        def end(_: object) -> None:
+        def end(done: "Future[Any]") -> None:  # not `future`: a future keeps its callbacks, and would keep itself
             disarm()
             with self._lock:
-                self._pending.discard(future)
+                self._pending.discard(done)
 
         future.add_done_callback(end)
         return future
@@ -84,6 +84,8 @@ def _settle(future: "Future[R]", get: Callable[[], R]) -> None:
     except BaseException as error:
         # whoever called sees it
         future.set_exception(error)
+        # its traceback holds this frame: with them in it, what was asked about would stay until the next collection
+        del future, get
     else:
         future.set_result(value)
 
