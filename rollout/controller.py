@@ -226,6 +226,12 @@ class RolloutController:
         return self._coordinator.version
 
     @property
+    def highest_version(self) -> int:
+        """The highest version that was ever published in this run, also before the checkpoint that it goes on from, as far
+        as that or `versions_file` knows; 0: none was. A publish without a number goes on above it."""
+        return self._run.highest.value or 0
+
+    @property
     def engine(self) -> GenerationEngine:
         """The engine of `num_workers=0`."""
         if isinstance(self.fleet, LocalFleet):

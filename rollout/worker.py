@@ -211,6 +211,11 @@ class Worker:
         """The newest version that this handle has heard of from this incarnation."""
         return self._now.version
 
+    @property
+    def serve_from_version(self) -> int:
+        """It takes no request below this version: for it to serve, a publish must have brought it there."""
+        return self._serve_from
+
     def wait_for(self, *states: WorkerState, timeout_s: float) -> WorkerHealth:
         """Waits until it is in one of these states. WorkerUnreachableError when it is not in time."""
         timeout_s = checks.check_limit(timeout_s)

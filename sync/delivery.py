@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout import PauseTimeoutError, RolloutError, UpdateRecord
+from rollout import RolloutError, UpdateRecord
 from sync.errors import SyncError, SyncTimeoutError
 from sync.futures import failed
 from sync.link import Link
@@ -42,8 +42,6 @@ class Outcome:
     overtaken: tuple[str, ...] = ()
     sent_at: float = 0.0
     """In `time.perf_counter` seconds, when the last target had its bytes."""
-    is_certain: bool = True
-    """False if a target whose answer is not known may have taken the version, or may yet take it."""
 
 
 class Delivery:
@@ -97,14 +95,14 @@ class Delivery:
                 outcome.failures[name] = failure
             elif call is None or (not call.done() and self._is_overtaken):
                 overtaken.append(name)
-                outcome.is_certain &= call is None or call.cancel()
+                if call is not None:
+                    call.cancel()
             elif not call.done():
-                outcome.is_certain &= call.cancel()
+                call.cancel()
                 outcome.failures[name] = SyncTimeoutError(
                     f"its commit of version {self._version} exceeded {self._timeout_s:g} s"
                 )
             elif (cause := _failure_of(call)) is not None:
-                outcome.is_certain &= not _may_have_taken_it(cause)
                 # why nothing was staged says more than that nothing was
                 outcome.failures[name] = _failure_of(sent[name]) or cause if sent[name].done() else cause
             else:
@@ -177,11 +175,6 @@ def _broke_off(call: "Future[UpdateRecord | None]") -> bool:
 
 def _is_late(call: "Future[Any]") -> bool:
     return call.done() and isinstance(_failure_of(call), TimeoutError)
-
-
-def _may_have_taken_it(cause: BaseException) -> bool:
-    """Whether the engine that failed so may have gone over to the version first: it died, or its answer was lost."""
-    return isinstance(cause, RolloutError) and not isinstance(cause, PauseTimeoutError)
 
 
 def _failure_of(call: "Future[Any]") -> BaseException | None:

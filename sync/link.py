@@ -38,6 +38,14 @@ class FencingTarget(Target, Protocol):
 
 
 @runtime_checkable
+class WaitingTarget(Target, Protocol):
+    """A target that serves nothing below a version, whether anybody has published that or not."""
+
+    @property
+    def serve_from_version(self) -> int: ...
+
+
+@runtime_checkable
 class UpdatingTarget(Target, Protocol):
     """A target that has a say in when it is updated."""
 
@@ -51,6 +59,15 @@ class TargetGroup(Protocol):
 
     def targets(self) -> "Sequence[NamedTarget]":
         """Those of the moment."""
+
+
+@runtime_checkable
+class RememberingGroup(TargetGroup, Protocol):
+    """A group that knows of versions from before its members came."""
+
+    @property
+    def highest_version(self) -> int:
+        """The highest that was ever published in its run; 0: none was."""
 
 
 class NamedTarget(Target, Protocol):
@@ -86,6 +103,11 @@ class Links(list["Link"]):
             self.remove(left)
         known, self._of_groups = self._of_groups, set(members)
         self._add([(name, target) for name, target in members.items() if name not in known])
+
+    @property
+    def highest_version(self) -> int:
+        """The highest that a group remembers; 0: none does."""
+        return max((group.highest_version for group in self._groups if isinstance(group, RememberingGroup)), default=0)
 
     def _add(self, named: "Sequence[tuple[str, Target]]") -> None:
         for name, target in named:
@@ -153,6 +175,11 @@ class Link:
                 self.target.require_version(version)
             except RolloutError as error:
                 logger.info("%s cannot be told that it needs version %d: %s", self.name, version, error)
+
+    @property
+    def serves_from(self) -> int:
+        """It serves nothing below this version; 0: it serves what it holds."""
+        return self.target.serve_from_version if isinstance(self.target, WaitingTarget) else 0
 
     def is_inside_update(self) -> bool:
         """Whether the calling thread is inside this target's own update, where waiting for it would never end."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sync.config import SyncConfig
 from sync.errors import SenderReplacedError, SyncError, SyncTimeoutError
-from sync.link import Link
+from sync.link import Links
 from sync.place import Deadline
 from sync.routes import Route, Router
 from sync.run_record import RunRecord, next_claim
@@ -35,7 +35,7 @@ class Opening:
 class Opener:
     """Asks, and remembers what must not be used twice: the sender's claim, and version numbers that were sent."""
 
-    def __init__(self, links: Sequence[Link], router: Router, config: SyncConfig) -> None:
+    def __init__(self, links: Links, router: Router, config: SyncConfig) -> None:
         self._links = links
         self._router = router
         self._config = config
@@ -48,12 +48,12 @@ class Opener:
         return self._claim
 
     def spend(self, version: int) -> None:
-        """Never use this version, or one before it, for other bytes: an engine has it, or may yet take it, or a report
-        names it."""
+        """Never use this version, or one before it, for other bytes: an engine holds it, or it was staged, so that an engine
+        may have taken it, or take it yet, or wait for it."""
         self._newest = max(self._newest, version)
 
     def open(self, version: int | None, staged_version: int | None, deadline: Deadline) -> Opening:
-        """Raises SyncError if no target answers, for a version that is not new (or None: the next one), for a target
+        """`version` None: the next one. Raises SyncError if no target answers, for a version that is not new, for a target
         of another run or newer trainer, and for one that the transport cannot reach."""
         failures = self._ask(deadline, self._claim)
         if self._claim is None:
@@ -67,20 +67,23 @@ class Opener:
             obeyed = link.status.claim if link.status is not None else None
             if obeyed is not None and obeyed != claim and not claim.replaces(obeyed):
                 raise refusal(link.name, obeyed, claim)
-        for link in links:
-            assert link.status is not None
-            self.spend(link.status.version)
-        newest = self._newest
+        self._spend_what_is_known()
+        again = version is not None and version == staged_version
         if version is None:
-            version, again = newest + 1, False
-        else:
-            again = version == staged_version
-            if version <= newest and not again:
-                raise SyncError(
-                    f"version must be greater than {newest}, which an engine holds, got {version}; leave it out for the "
-                    "next one"
-                )
+            version = max(self._newest, *(link.serves_from for link in self._links)) + 1
+        elif version <= self._newest and not again:
+            raise SyncError(
+                f"version must be at least {self._newest + 1}, got {version}: what is below was published or staged before, or "
+                "an engine waits for that one; leave it out for the next one"
+            )
         return Opening(version=version, again=again, claim=claim, routes=self._router.routes(links), failures=failures)
+
+    def _spend_what_is_known(self) -> None:
+        self.spend(self._links.highest_version)
+        for link in self._links:
+            self.spend(link.serves_from - 1)  # given less, it would wait on
+            if link.status is not None:
+                self.spend(link.status.version)
 
     def remember(self, opening: Opening) -> None:
         """Before anything is sent: a trainer that dies now has a successor that goes on above this version. Raises

@@ -95,7 +95,8 @@ class WeightSync:
     def publish(
         self, source: Source, *, version: int | None = None, timeout_s: float = 120.0, wait: bool = True
     ) -> SyncReport | Future[SyncReport]:
-        """Give every engine the weights of `source` as `version`; None: one above the newest that any engine holds.
+        """Give every engine the weights of `source` as `version`; None: one above every version that an engine holds or
+        waits for, that this sender has staged, whatever became of it, or that the run of a controller has published before.
 
         `wait=False` returns once the source is staged, with a future of the report; it can be cancelled before its delivery
         has begun, in a trainer of several ranks not at all. `timeout_s` bounds the whole: the turn, staging, sending, and the
@@ -107,11 +108,11 @@ class WeightSync:
         off since, and is harmless for the others.
 
         Raises, with every engine unchanged: ManifestError if source and engine do not hold the same tensors; SyncError
-        for a version that is not new, for a version published before with other bytes, for an engine that shares its
-        Parameters with the source, for a target of another run, and in a trainer that a newer one has replaced;
-        SyncTimeoutError. Raises SyncError or SyncTimeoutError, from the cause, if no engine took the version; the future
-        carries that error when `wait=False`. If only some failed, the report names them. An engine that failed in the
-        middle of its copies is fenced until a later publish succeeds.
+        for a version that is not new, for the newest one with other bytes, for an engine that shares its Parameters with
+        the source, for a target of another run, and in a trainer that a newer one has replaced; SyncTimeoutError.
+        Raises SyncError or SyncTimeoutError, from the cause, if no engine took the version; the future carries that error
+        when `wait=False`. If only some failed, the report names them. An engine that failed in the middle of its copies is
+        fenced until a later publish succeeds.
         """
         check_seconds("timeout_s", timeout_s)
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
@@ -231,6 +232,7 @@ class WeightSync:
                 # before it is what late targets get: a sender that has been replaced must not keep it
                 self._opener.remember(opening)
                 self._kept.seal(stagings, opening.claim, opening.version)
+                self._opener.spend(opening.version)
                 self._latecomers.forget_overtaken()
         if opening is None:
             return None
@@ -296,8 +298,6 @@ class WeightSync:
         failures = {**staged.opening.failures, **outcome.failures}
         if any(isinstance(failure, SenderReplacedError) for failure in failures.values()):
             self._kept.clear()  # a target that comes back is its successor's
-        if len(failures) < len(self._links) or not outcome.is_certain:
-            self._opener.spend(version)
         for link in self._links:
             if link.name in failures:
                 self._fencer.submit(link.fence, version)

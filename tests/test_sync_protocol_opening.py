@@ -1,14 +1,19 @@
 """The first step of a publish: who takes part, under which version, and whether source and engines match."""
 
 import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import wait_until
-from fakes_sync import FakeTarget, Memory, check_fleet, marked
+from fakes_sync import FakeTarget, Memory, check_fleet, marked, pause_timed_out
 from protocol_fleet import CONFIG, fault, fleet_of, items
+from threaded_fleet import ThreadedFleet, ThreadedWorker
 
+from rollout import RolloutConfig, RolloutController
 from sync import ManifestError, SyncConfig, SyncError, WeightSync
 
 
@@ -65,6 +70,81 @@ def test_a_version_that_a_dying_target_may_have_served_is_never_used_for_other_b
         fleet.recover()
         assert fleet.publish().version == 3
         fleet.check()
+
+
+@pytest.mark.parametrize("fails_at", ["begin", "pause", "copy"])
+def test_a_version_that_no_target_took_is_never_used_for_other_bytes(fails_at: str) -> None:
+    """It was sent, and whoever missed it is told to wait for it."""
+    with fleet_of(num_targets=1) as fleet:
+        (target,) = fleet.targets
+        for version in (2, 3):
+            for _ in range(2):  # a commit that breaks off is tried again
+                target.fault_at(fails_at, pause_timed_out() if fails_at == "pause" else RuntimeError("no device"))
+            with pytest.raises(SyncError, match=f"no engine took version {version}"):
+                fleet.weight_sync.publish(marked(float(version)), version=version)
+            target.clear_faults()
+        with pytest.raises(SyncError, match="version must be at least 4, got 2"):
+            fleet.weight_sync.publish(marked(2.0), version=2)
+        with pytest.raises(SyncError, match="differs from what is already staged"):
+            fleet.weight_sync.publish(marked(9.0), version=3)
+        assert fleet.weight_sync.publish(marked(4.0)).version == 4
+
+
+def test_a_version_that_no_target_took_can_be_published_again_with_its_own_bytes() -> None:
+    with fleet_of(num_targets=1) as fleet:
+        fleet.targets[0].fault_at("pause", pause_timed_out())
+        with pytest.raises(SyncError, match="no engine took version 2"):
+            fleet.weight_sync.publish(marked(2.0), version=2)
+        assert fleet.weight_sync.publish(marked(2.0), version=2).fenced == ()
+        assert fleet.targets[0].engine.served == [(2, frozenset({2.0}))]
+
+
+def test_a_version_that_was_never_whole_is_not_used_up() -> None:
+    with fleet_of(num_targets=1) as fleet:
+        with pytest.raises(ManifestError):
+            fleet.weight_sync.publish(list(items(1.0))[1:])
+        assert fleet.publish().version == 1
+
+
+class WaitingTarget(FakeTarget):
+    """It has come back, or was started, to serve a version and what follows."""
+
+    serve_from_version = 6
+
+
+def test_targets_that_wait_for_a_version_are_given_one_that_they_serve() -> None:
+    """They do not say whether that one has been published: the next one is right in either case."""
+    with WeightSync([FakeTarget("a"), WaitingTarget("b")], Memory(), CONFIG) as weight_sync:
+        assert weight_sync.publish(marked(1.0)).version == 7
+
+
+def test_a_version_below_what_a_target_waits_for_is_refused_and_that_one_is_not() -> None:
+    with WeightSync([FakeTarget("a"), WaitingTarget("b")], Memory(), CONFIG) as weight_sync:
+        with pytest.raises(SyncError, match=r"version must be at least 6, got 5: .* an engine waits for that one"):
+            weight_sync.publish(marked(1.0), version=5)
+        assert weight_sync.publish(marked(1.0), version=6).fenced == ()
+
+
+def test_the_fleet_of_a_run_that_goes_on_is_given_the_very_version_that_it_waits_for(tmp_path: Path) -> None:
+    """Its workers are new and hold nothing; what the checkpoint has in flight bears that version's name already."""
+
+    class Worker(ThreadedWorker):
+        target = FakeTarget("w0")
+
+        def call(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
+            return self.target.call(fn, *args)
+
+    class Fleet(ThreadedFleet):
+        def start(self, serve_from_version: int) -> Sequence[ThreadedWorker]:
+            waited_for.append(serve_from_version)
+            return super().start(serve_from_version)
+
+    waited_for: list[int] = []
+    (tmp_path / "versions.json").write_text('{"highest_version": 7}')
+    config = RolloutConfig(num_workers=1, versions_file=tmp_path / "versions.json")
+    controller = RolloutController.over(Fleet(Worker("w0")), [[1, 2]], config=config)
+    with controller, WeightSync(controller, Memory(), CONFIG) as weight_sync:
+        assert [weight_sync.publish(marked(1.0)).version] == waited_for == [8]
 
 
 @pytest.mark.parametrize("point", ["begin", "receive+1", "commit", "copy+1"])

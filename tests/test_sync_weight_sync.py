@@ -360,7 +360,7 @@ def test_version_that_an_engine_has_passed_is_refused() -> None:
     with own(tiny_llama()) as engine, WeightSync(engine) as weight_sync:
         weight_sync.publish(trainer, version=2)
         weight_sync.publish(trainer, version=3)
-        with pytest.raises(SyncError, match="version must be greater than 3, which an engine holds, got 2"):
+        with pytest.raises(SyncError, match="version must be at least 4, got 2"):
             weight_sync.publish(trainer, version=2)
 
 
@@ -376,8 +376,8 @@ def test_failure_between_copies_fences_the_engine_and_the_next_publish_rolls_it_
         assert (engine.version, engine.state) == (0, EngineState.FENCED)
         with pytest.raises(EngineFencedError):
             engine.submit(PROMPT, GREEDY)
-        weight_sync.publish(trainer)
-        assert (engine.version, engine.state) == (1, EngineState.RUNNING)
+        assert weight_sync.publish(trainer).version == 2
+        assert (engine.version, engine.state) == (2, EngineState.RUNNING)
         assert engine.generate([PROMPT], GREEDY)[0].token_ids == greedy_reference(trainer, PROMPT, 12)
 
 
@@ -467,7 +467,7 @@ def test_engine_that_does_not_answer_in_time_is_named_and_its_late_commit_touche
         engine.call(lambda _: None).result(30)  # the control thread has passed the late commit
         assert (engine.version, engine.state) == (0, EngineState.RUNNING)
         assert_equal(weights(engine.model), before)
-        assert weight_sync.publish(trainer).version == 1
+        assert weight_sync.publish(trainer).version == 2
 
 
 def test_newer_publish_overtakes_one_that_no_engine_has_begun_to_take() -> None:

@@ -98,3 +98,8 @@ def test_killed_worker_is_named_and_its_next_incarnation_holds_the_version_befor
         mark(trainer, 42)
         assert weight_sync.publish(trainer).fenced == ()
         assert [worker.call(worker_jobs.version_of).result(LIMIT_S) for worker in workers] == [42, 42]
+        first.require_version(50)
+        mark(trainer, 51)
+        assert weight_sync.publish(trainer).version == 51, "below it, that worker would serve nothing"
+        assert first.submit(items("later", 2)) == []
+        assert all(result.rollout.versions == [51] * 24 for result in finished(first, 2))
