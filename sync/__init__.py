@@ -5,12 +5,13 @@ from sync.errors import ManifestError, SyncError, SyncTimeoutError
 from sync.lora import MergedLora
 from sync.manifest import TensorSpec
 from sync.report import SyncReport
-from sync.source import WeightSource
+from sync.source import Source, WeightSource
 from sync.weight_sync import WeightSync
 
 __all__ = [
     "ManifestError",
     "MergedLora",
+    "Source",
     "SyncConfig",
     "SyncError",
     "SyncReport",

@@ -15,7 +15,7 @@ from ray_train_jobs import NUM_PROMPTS, PROMPTS_PER_STEP, SMALL, make_fleet, pro
 from rollout import GenerationEngine, PromptsExhaustedError, RolloutController
 from rollout.fleet.local_fleet import LocalFleet
 from trainer_adapters import AdapterError, PolicyView, RankFleet, engine_train_loop
-from trainer_adapters.ray_train import STATE_FILE, shares, version_to_begin_with
+from trainer_adapters.ray_train import STATE_FILE, shares
 
 
 def test_every_rank_gets_equally_many_groups_in_canonical_order() -> None:
@@ -97,15 +97,6 @@ def test_a_run_that_goes_on_from_a_checkpoint_trains_on_the_rest_under_versions_
     assert versions == [1, 2]
     assert min(versions_later) > 2
     assert versions_later == sorted(set(versions_later))
-
-
-def test_workers_that_wait_for_a_version_are_given_it(tmp_path: Path) -> None:
-    (tmp_path / "versions.json").write_text('{"highest_version": 7}')
-    state = {"highest_version": 4, "policy_version": 5}
-    assert version_to_begin_with(rollout_config(), None) is None
-    assert version_to_begin_with(rollout_config(), state) == 5
-    assert version_to_begin_with(rollout_config(versions_file=tmp_path / "versions.json"), state) == 8
-    assert version_to_begin_with(rollout_config(versions_file=tmp_path / "none.json"), None) is None
 
 
 @pytest.mark.ray

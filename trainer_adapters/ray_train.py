@@ -35,10 +35,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rollout import RolloutConfig, RolloutController, RolloutGroup
-from rollout.fleet.checkpoint import HighestVersion
-from sync import SyncReport, WeightSync
-from sync.source import Source
+from rollout import RolloutController, RolloutGroup
+from sync import Source, SyncReport, WeightSync
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.publishing import targets_of
 
@@ -65,21 +63,19 @@ def engine_train_loop(
         ranks = Ranks()
         with ExitStack() as stack:
             controller: RolloutController | None = None
-            first_version: int | None = None
 
             def start() -> list[None]:
-                nonlocal controller, first_version
+                nonlocal controller
                 made = make_fleet(config)
                 state = _saved_state()
                 if state is not None:
                     made.load_state_dict(state)
-                first_version = version_to_begin_with(made.config, state)
                 controller = stack.enter_context(made)
                 return [None] * ranks.size
 
             ranks.deal(start)  # before the WeightSync, whose ranks would wait for one that has no fleet
             weight_sync = stack.enter_context(WeightSync(targets_of(controller)))
-            return train(RankFleet(ranks, controller, weight_sync, first_version), config)
+            return train(RankFleet(ranks, controller, weight_sync), config)
 
     return loop
 
@@ -87,13 +83,9 @@ def engine_train_loop(
 class RankFleet:
     """What one rank of the trainer has of the fleet. Every rank calls each method."""
 
-    def __init__(
-        self, ranks: "Ranks", controller: RolloutController | None, weight_sync: WeightSync, first_version: int | None
-    ) -> None:
-        """`first_version`: what the workers call the weights that they wait for; None: they wait for none."""
+    def __init__(self, ranks: "Ranks", controller: RolloutController | None, weight_sync: WeightSync) -> None:
         self._ranks = ranks
         self._weight_sync = weight_sync
-        self._first_version = first_version
         self.controller = controller
         """On the first rank, for its metrics and status; None on the others."""
 
@@ -118,10 +110,7 @@ class RankFleet:
         """The trainer's weights to the whole fleet, as its next version; `source` is a `PolicyView`. Begin with it: the
         workers have loaded weights of their own, and in a run that goes on from a checkpoint they wait for the trainer's.
         Returns, or raises what `WeightSync.publish` raises, on all ranks alike."""
-        version, self._first_version = self._first_version, None
-        if version is not None and self.controller is not None and self.controller.version >= version:
-            version = None  # an engine of this process gave its weights that name when it started
-        return self._weight_sync.publish(source, version=version, timeout_s=timeout_s)
+        return self._weight_sync.publish(source, timeout_s=timeout_s)
 
     def save(self, folder: Path | str) -> None:
         """Adds the fleet's state to a checkpoint's folder, on the first rank. After the batch that was trained on last, with
@@ -177,15 +166,6 @@ def shares(groups: Sequence[RolloutGroup], count: int) -> list[list[RolloutGroup
             "ranks, and let the prompts be a multiple of prompts_per_step or repeat (num_epochs=None)"
         )
     return [list(groups[rank::count]) for rank in range(count)]
-
-
-def version_to_begin_with(config: RolloutConfig, state: Mapping[str, Any] | None) -> int | None:
-    """What the workers of a run that goes on call the weights that they wait for: above the highest ever published. None:
-    nothing was, and they serve the weights that they load."""
-    known = [] if config.versions_file is None else [HighestVersion(Path(config.versions_file)).next]
-    if state is not None:
-        known += [state["highest_version"] + 1, state["policy_version"]]
-    return max(known, default=0) or None
 
 
 def _saved_state() -> Mapping[str, Any] | None:
