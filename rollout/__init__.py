@@ -5,6 +5,7 @@ See `GenerationEngine` for one engine, and `RolloutController` for batches of co
 
 from rollout.batches.groups import RolloutGroup
 from rollout.batches.lease import Lease
+from rollout.batches.prompts import Rows
 from rollout.batches.rewards import RewardError, RewardResult
 from rollout.config import EngineConfig
 from rollout.controller import RolloutController
@@ -26,6 +27,7 @@ from rollout.errors import (
     WorkerStaleError,
     WorkerUnreachableError,
 )
+from rollout.fleet.local_fleet import RunningEngine
 from rollout.meters import PauseWaits, StepTimes
 from rollout.rollout_config import RolloutConfig
 from rollout.run_log import RunLog
@@ -55,7 +57,9 @@ __all__ = [
     "RolloutError",
     "RolloutGroup",
     "RolloutStalledError",
+    "Rows",
     "RunLog",
+    "RunningEngine",
     "SamplingParams",
     "StaleRolloutsError",
     "StepTimes",

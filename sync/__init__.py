@@ -2,10 +2,10 @@
 
 from sync.config import SyncConfig
 from sync.errors import ManifestError, SyncError, SyncTimeoutError
-from sync.lora import MergedLora
 from sync.manifest import TensorSpec
 from sync.report import SyncReport
-from sync.source import Source, WeightSource
+from sync.sources.lora import MergedLora
+from sync.sources.source import Source, WeightSource
 from sync.weight_sync import WeightSync
 
 __all__ = [

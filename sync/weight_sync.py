@@ -27,7 +27,7 @@ from sync.ranks import ranks_of_this_process
 from sync.receiver import forget
 from sync.report import SyncReport
 from sync.routes import Router
-from sync.source import Source, WeightSource, as_source, named_tensors
+from sync.sources.source import Source, WeightSource, as_source, named_tensors
 from sync.staging import Staging
 from sync.transports.base import Transport
 from sync.turns import Turns

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[Path]] = {
         Path("trainer_adapters/trl/samples.py"),
         Path("trainer_adapters/trl/seams.py"),
     },
-    "peft": {Path("sync/lora.py")},
+    "peft": {Path("sync/sources/lora.py")},
 }
 """Which files may need what may not be installed."""
 TYPING_ONLY = {
@@ -58,6 +58,8 @@ UPSTREAM_PRIVATE = {
     "_device_mesh",
     "_get_logits_processor",
 }
+PUBLIC_MODULES = {"rollout.worker", "rollout.worker_config"}
+"""They are imported by name, since what is in them needs Ray."""
 MANAGER = Path("rollout/manager")
 
 
@@ -84,6 +86,24 @@ def imports_of(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
             yield str(node.module)
 
 
+def imported_names(path: Path) -> Iterator[tuple[str, str]]:
+    """Each name that a file imports from a module of ours, after that module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def exported(package: str) -> set[str]:
+    """What a package's `__all__` lists; nothing for a module, or a package without."""
+    init = ROOT / package.replace(".", "/") / "__init__.py"
+    lists = [
+        node.value
+        for node in (ast.parse(init.read_text()).body if init.exists() else [])
+        if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == ["__all__"]
+    ]
+    return set(ast.literal_eval(lists[0])) if lists else set()
+
+
 def names(path: Path) -> Iterator[str]:
     """The names and attributes that a file touches."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -104,6 +124,15 @@ def test_a_layer_never_imports_the_ones_above_it(package: str) -> None:
     for path in sources(package):
         tops = {name.split(".")[0] for name in imports(path)}
         assert not tops & NEVER_IMPORTED[package], path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("package", ["trainer_adapters", "examples"])
+def test_what_stands_above_uses_only_what_the_packages_export(package: str) -> None:
+    assert "held_tensors" in exported("sync.sources")
+    for path in sources(package):
+        for module, name in imported_names(path):
+            if module.split(".")[0] in ("rollout", "sync") and module not in PUBLIC_MODULES:
+                assert name in exported(module), f"{path.relative_to(ROOT)} imports {name} from {module}"
 
 
 @pytest.mark.parametrize("part", PARTS)

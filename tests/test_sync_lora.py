@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rollout import GenerationEngine, SamplingParams
 from sync import SyncError, WeightSource, WeightSync
-from sync.lora import MergedLora
+from sync.sources.lora import MergedLora
 
 ATTENTION_AND_MLP = ["q_proj", "v_proj", "up_proj", "down_proj"]
 PROMPT = [5, 17, 33, 8]
@@ -353,7 +353,7 @@ def test_quantised_weights_are_refused(on: str, kind: str) -> None:
 
 def test_package_works_without_peft() -> None:
     code = (
-        "import sys, torch; sys.modules['peft'] = None; from sync.lora import merged_exports; "
+        "import sys, torch; sys.modules['peft'] = None; from sync.sources.lora import merged_exports; "
         "print(len(merged_exports(torch.nn.Linear(2, 2))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -7,7 +7,7 @@ from torch import nn
 from sync import ManifestError, SyncError, TensorSpec, WeightSource
 from sync.layout import Layout, empty_run
 from sync.manifest import Manifest, held_tensors
-from sync.source import as_source
+from sync.sources.source import as_source
 from sync.staging import Staging
 
 

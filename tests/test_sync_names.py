@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sync import ManifestError
-from sync.names import canonical_names
+from sync.sources.names import canonical_names
 
 PARTS = st.sampled_from(["model", "layers", "0", "1", "self_attn", "q_proj", "lm_head", "norm", "module_list", "base"])
 LEAVES = st.sampled_from(["weight", "bias", "e_score_correction_bias"])

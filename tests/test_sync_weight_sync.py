@@ -29,7 +29,7 @@ from sync.link import Link
 from sync.manifest import Manifest, held_tensors
 from sync.place import Deadline
 from sync.receiver import commit
-from sync.source import TensorMap
+from sync.sources.source import TensorMap
 from sync.ticket import Claim, Package, Ticket
 from sync.transports import InProcess, SharedMemory
 from sync.transports.base import Transport

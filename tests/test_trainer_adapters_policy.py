@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sync import SyncError, WeightSource
-from sync.exports import Export
-from sync.lora import MergedLora
+from sync.sources.exports import Export
+from sync.sources.lora import MergedLora
 from trainer_adapters import AdapterError, PolicyView
 from trainer_adapters.gather import split
 

@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sync import TensorSpec
-from sync.exports import Export, exports_of
-from sync.lora import adapters_in_use, merges_of, tuner_modules
-from sync.manifest import Held
-from sync.names import canonical_names
+from sync.sources import Export, Held, adapters_in_use, canonical_names, exports_of, merges_of, tuner_modules
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.gather import Bucket, copied
 

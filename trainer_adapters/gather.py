@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sync import TensorSpec
-from sync.exports import Export
-from sync.lora import merged_exports
+from sync.sources import Export, merged_exports
 from trainer_adapters.errors import AdapterError
 
 Bucket = list[tuple[str, Tensor]]

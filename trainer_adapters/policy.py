@@ -22,7 +22,7 @@ class Unwraps(Protocol):
 
 class PolicyView:
     """A WeightSource over a model in training: plain, `torch.compile`d, under DDP, FSDP1, FSDP2 (`fully_shard`) or
-    ZeRO-3, with or without LoRA adapters (see `sync.lora.MergedLora` for those). Each parameter and persistent buffer
+    ZeRO-3, with or without LoRA adapters (see `sync.MergedLora` for those). Each parameter and persistent buffer
     comes whole, once, under the name that the bare model gives it. Reads only; the model is never altered.
 
     In a run of several ranks every rank makes the view, and takes every tensor of every `tensors()`, also a rank that

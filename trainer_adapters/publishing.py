@@ -8,7 +8,7 @@ from torch import nn
 
 from rollout import EngineStateError, GenerationEngine, RolloutController
 from sync import SyncConfig, WeightSync
-from sync.manifest import held_tensors
+from sync.sources import held_tensors
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.policy import PolicyView
 

@@ -1,4 +1,4 @@
-"""The fleet of `num_workers=0`: one engine, in this process."""
+"""A fleet of one engine, in this process."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ RENAME_TIMEOUT_S = 30.0
 
 
 class LocalFleet:
-    """Starts the engine, and stops it."""
+    """That of `num_workers=0`: starts the engine, and stops it."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
@@ -32,3 +32,25 @@ class LocalFleet:
     def stop(self, timeout_s: float) -> None:
         self._worker.stop(timeout_s)
         self.engine.stop(timeout_s)
+
+
+class RunningEngine:
+    """One engine that somebody else has started, and will stop, as a fleet: `RolloutController.over(RunningEngine(engine),
+    prompts, reward_fn)`."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._worker = LocalWorker(engine)
+
+    def start(self, serve_from_version: int) -> Sequence[LocalWorker]:
+        """The engine serves nothing below that version: it waits for a publish, or an update, that brings it there."""
+        self._worker.require_version(serve_from_version)
+        return [self._worker]
+
+    def add_worker(self, serve_from_version: int) -> LocalWorker:
+        raise InvalidRequestError(
+            "this fleet is one engine that runs already; use Ray workers: RolloutConfig(num_workers=...)"
+        )
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends its polls; the engine goes on."""
+        self._worker.stop(timeout_s)

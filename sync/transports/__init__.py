@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from sync.transports.base import Transport
 from sync.transports.collective import Collective
 from sync.transports.disk import Disk
 from sync.transports.in_process import InProcess
@@ -10,7 +11,7 @@ from sync.transports.shared_memory import SharedMemory
 if TYPE_CHECKING:
     from sync.transports.object_store import ObjectStore
 
-__all__ = ["Collective", "Disk", "InProcess", "ObjectStore", "SharedMemory"]
+__all__ = ["Collective", "Disk", "InProcess", "ObjectStore", "SharedMemory", "Transport"]
 
 
 def __getattr__(name: str) -> Any:

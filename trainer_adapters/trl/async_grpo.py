@@ -30,17 +30,16 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from rollout import (
     GenerationEngine,
-    InvalidRequestError,
     Lease,
     RolloutConfig,
     RolloutController,
     RolloutError,
     RolloutStalledError,
+    RunningEngine,
 )
-from rollout.workers.local_worker import LocalWorker
 from sync import SyncConfig, SyncReport, WeightSync
-from sync.manifest import held_tensors
-from sync.transports.base import Transport
+from sync.sources import held_tensors
+from sync.transports import Transport
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import warn_if_renormalising
 from trainer_adapters.publishing import engine_of, targets_of
@@ -290,19 +289,3 @@ class EngineWeightTransfer:
         for held in held_tensors(engine.model) if engine is not None else ():
             if not sent.intersection(held.names) and not any(name in self._unsent for name in held.names):
                 yield held.names[0], held.tensor.detach().clone()
-
-
-class RunningEngine:
-    """A fleet of one engine that somebody else has started, and will stop."""
-
-    def __init__(self, engine: GenerationEngine) -> None:
-        self._worker = LocalWorker(engine)
-
-    def start(self, serve_from_version: int) -> Sequence[LocalWorker]:
-        return [self._worker]
-
-    def add_worker(self, serve_from_version: int) -> LocalWorker:
-        raise InvalidRequestError("this fleet is one engine; pass a RolloutController for more")
-
-    def stop(self, timeout_s: float) -> None:
-        self._worker.stop(timeout_s)

@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from sync.errors import SyncError
-from sync.lora import ModuleWeights
 from sync.manifest import TensorSpec
-from sync.names import canonical_names
+from sync.sources.lora import ModuleWeights
+from sync.sources.names import canonical_names
 
 
 @runtime_checkable

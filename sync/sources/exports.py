@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from sync.errors import SyncError
 from sync.manifest import Held, TensorSpec
-from sync.names import without_inner_wrappers
+from sync.sources.names import without_inner_wrappers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sync.errors import SyncError
-from sync.exports import Export, Merge, exports_of
 from sync.manifest import TensorSpec, held_tensors
-from sync.names import canonical_names, without_inner_wrappers
+from sync.sources.exports import Export, Merge, exports_of
+from sync.sources.names import canonical_names, without_inner_wrappers
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
