@@ -70,6 +70,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(reuse=st.booleans())
     def start_sender(self, reuse: bool) -> None:
         """The trainer is restarted; the one before it may not have noticed that it is dead."""
+        # Targets answer on the thread that asks: only those that are stalled are waited for, at every step.
         config = SyncConfig(
             bucket_bytes=BUCKET_BYTES, open_timeout_s=0.02, update_timeout_s=5.0, run_folder=Path(self.folder.name)
         )

@@ -120,7 +120,7 @@ def test_a_sender_that_was_replaced_brings_nobody_up_with_what_was_refused() -> 
 
 def test_a_sender_that_started_on_other_engines_is_refused_by_the_run_folder(tmp_path: Path) -> None:
     targets = [FakeTarget("a"), FakeTarget("b")]
-    config = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.05, run_folder=tmp_path / "run")
+    config = SyncConfig(bucket_bytes=BUCKET_BYTES, run_folder=tmp_path / "run")
     targets[1].kill()
     with WeightSync(targets, Memory(), config) as first, WeightSync(targets, Memory(), config) as second:
 

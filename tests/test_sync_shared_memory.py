@@ -505,8 +505,7 @@ def test_run_folders_that_come_and_go_at_once_do_not_take_each_others_home_away(
 def test_what_somebody_maps_is_never_written_again(folder: Path) -> None:
     targets = [FakeTarget("slow"), FakeTarget("quick")]
     transport = SharedMemory("copy", folder=folder)
-    config = SyncConfig(bucket_bytes=BUCKET_BYTES, open_timeout_s=0.02)
-    with WeightSync(targets, transport, config) as weight_sync:
+    with WeightSync(targets, transport, SyncConfig(bucket_bytes=BUCKET_BYTES)) as weight_sync:
         weight_sync.publish(marked(1.0))
         (file,) = folder.rglob("weights-*")
         layout = Layout(Manifest.of(marked(0.0)), BUCKET_BYTES)
