@@ -18,8 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout import Rollout, RolloutConfig, SamplingParams
-from rollout.controller import RolloutController
+from rollout import Rollout, RolloutConfig, RolloutController, SamplingParams
 from rollout.simulate import LogNormalLengths, SimulatedFleet, SimulatedTrainer
 
 GROUP_SIZE = 8

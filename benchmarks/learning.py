@@ -15,29 +15,22 @@ The modes differ in nothing else. Written to --out: curves.json, curves.png, and
 each group, that `rollsync report` makes a page of.
 """
 
-# ruff: noqa: E402  what is imported depends on the path that is set before
-
 import argparse
 import json
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # in this file's own folder, sync.py would hide the package `sync`
-
 import numpy as np
 import torch
 import transformers
+from learning_run import Behaviour, Curve, Setting, learn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.learning_run import Behaviour, Curve, Setting, learn
 from rollout import RunLog
 
 GOAL = 0.9

@@ -11,9 +11,7 @@ from enum import StrEnum
 from statistics import fmean
 
 import torch
-from torch import Tensor
-
-from benchmarks.learning_task import (
+from learning_task import (
     ANSWER_TOKENS,
     END,
     TRAINING,
@@ -23,6 +21,8 @@ from benchmarks.learning_task import (
     reward,
     small_model,
 )
+from torch import Tensor
+
 from rollout import EngineConfig, FinishReason, GenerationEngine, Rollout, RolloutError, RunLog, SamplingParams
 from sync import WeightSync
 from trainer_adapters import (

@@ -1,4 +1,4 @@
-"""The part of `benchmarks/sync.py` that runs where the engines live: the load, the clocks, and the usual ways to load
+"""The part of `benchmarks/weight_sync.py` that runs where the engines live: the load, the clocks, and the usual ways to load
 weights."""
 
 import statistics

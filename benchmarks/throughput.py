@@ -34,8 +34,6 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from rollout import GenerationEngine, SamplingParams
 from rollout.model.kernels import kernels
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
 Tokens = list[list[int]]
 
 
@@ -112,6 +110,7 @@ def main() -> None:
 
 def load(name: str) -> PreTrainedModel:
     if name == "smollm2":
+        sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
         from smollm2 import load_model
 
         return load_model(name)[0]

@@ -8,8 +8,6 @@ share of time that generation was held and the share during which the staging co
 stands beside a plain `copy_` of the same tensors, on the same thread and with the loop parked too, once in each pair.
 """
 
-# ruff: noqa: E402  what is imported depends on the path that is set before
-
 import argparse
 import platform
 import statistics
@@ -19,10 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-# benchmarks/sync.py would hide the package `sync`; the demo's model is in examples/
-sys.path[:1] = [str(ROOT), str(ROOT / "examples")]
 
 import torch
 import transformers
@@ -111,6 +105,7 @@ class Load:
 
 def load(name: str) -> PreTrainedModel:
     if name == "smollm2":
+        sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
         from smollm2 import load_model
 
         return load_model(name)[0]

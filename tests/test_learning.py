@@ -7,11 +7,13 @@ from statistics import fmean
 from typing import Any
 
 import grpo
+import learning
+import learning_run
+import learning_task
 import pytest
 import torch
+from learning_run import Curve, Setting, learn
 
-from benchmarks import learning, learning_run, learning_task
-from benchmarks.learning_run import Curve, Setting, learn
 from rollout import FinishReason, Rollout, RunLog, VersionSpan
 from rollsync_cli.report import write_report
 

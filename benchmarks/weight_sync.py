@@ -1,6 +1,6 @@
 """What it costs to bring new weights to engines in other processes, our ways and the usual ones, in one run.
 
-    python benchmarks/sync.py --model smollm2 --engines 1 2 4
+    python benchmarks/weight_sync.py --model smollm2 --engines 1 2 4
 
 N Ray workers on this machine generate under full load; the trainer's process publishes. Each row is one way, on the same
 workers and the same weights; ways take turns, block after block, and a row is the median of its publishes:
@@ -19,8 +19,6 @@ file system and `load_state_dict`; a gloo broadcast in 64 MiB buckets while gene
 saved folder.
 """
 
-# ruff: noqa: E402  what is imported depends on the path and environment that are set before
-
 import argparse
 import os
 import platform
@@ -35,23 +33,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # in this file's own folder, its name would hide the package `sync`
 os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"  # before Ray is imported
 
 import psutil
 import ray
+import sync_workers as over_there
 import torch
 import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks import sync_workers as over_there
 from rollout import EngineConfig
 from rollout.worker import Worker, WorkerConfig
 from sync import WeightSync
 from sync.transports import Collective, Disk, ObjectStore, SharedMemory
 
+HERE = Path(__file__).resolve().parent
 LIMIT_S = 300.0
 OURS: dict[str, Callable[[str], Any]] = {
     "remap": lambda folder: SharedMemory("remap"),
@@ -100,9 +97,9 @@ def load(name: str) -> tuple[str, PreTrainedModel]:
     """What a worker loads, and the trainer's model."""
     if name in ("2gb", "tiny"):
         factory = over_there.synthetic_2gb if name == "2gb" else over_there.synthetic_tiny
-        return f"benchmarks.sync_workers:{factory.__name__}", factory()
+        return f"sync_workers:{factory.__name__}", factory()
     if name == "smollm2":
-        sys.path.insert(1, str(ROOT / "examples"))
+        sys.path.insert(1, str(HERE.parent / "examples"))
         from smollm2 import smollm2_folder
 
         name = str(smollm2_folder())
@@ -129,7 +126,7 @@ def measure(source: str, trainer: PreTrainedModel, num_bytes: int, count: int, a
         engine=EngineConfig(max_requests=args.requests),
         num_cpus=0,
         num_threads=max(1, (os.cpu_count() or 1) // count),
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])},
     )
     workers = [Worker.start(f"w{number}", config) for number in range(count)]
     rows = {way: Row() for way in args.ways}
