@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rollout import GenerationEngine, SamplingParams
-from sync.receiver import add_derived
+from sync import add_derived
 
 GLOO_BUCKET_BYTES = 64 << 20
 LIMIT_S = 120.0

@@ -2,57 +2,20 @@
 
 import threading
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rollout import EngineState, GenerationEngine, UpdateRecord
+from sync.arrival import Arrival, Cargo, DerivedTensors, OpenCargo, Parcel, memory_for
 from sync.errors import SyncError, SyncTimeoutError
-from sync.layout import Layout, empty_run
 from sync.manifest import Manifest, held_tensors
 from sync.place import Deadline, here
 from sync.ticket import Claim, Package, TargetStatus, Ticket, refusal
 
 CommitMode = Literal["copy", "remap"]
 """Copy the staged bytes into the parameters, or re-point the parameters at them."""
-
-
-class Cargo(Protocol):
-    """A whole version that lies somewhere this process can read it. Picklable where it crosses a process."""
-
-    def open(self, layout: Layout) -> "OpenCargo": ...
-
-
-class OpenCargo(Protocol):
-    """A version's bytes, readable until `close`."""
-
-    run: Tensor  # [layout.num_bytes] uint8
-
-    def verify(self, package: Package) -> None:
-        """SyncError unless these are the bytes that were sealed, as far as they have travelled."""
-
-    def close(self) -> None: ...
-
-
-class Parcel(Protocol):
-    """One bucket of a version on its way. Picklable."""
-
-    def read(self, into: Tensor) -> None:
-        """Write the bucket's bytes ([num_bytes] uint8); raises what went wrong."""
-
-
-class DerivedTensors(Protocol):
-    """Something computed from an engine's weights (packed or quantised copies) that must change with them."""
-
-    def prepare(self, staged: Mapping[str, Tensor]) -> Any:
-        """While generation goes on: compute what belongs to the new weights. `staged` must not be kept."""
-
-    def install(self, prepared: Any) -> None:
-        """Inside the pause, after the weights have changed; only quick work."""
 
 
 # ------------------------------------------------------------------------------------- what a sender calls on a target
@@ -115,21 +78,6 @@ def add_derived(engine: GenerationEngine, derived: DerivedTensors) -> None:
 # ----------------------------------------------------------------------------------------------------------- the state
 
 
-@dataclass
-class _Staged:
-    """A version on its way in: `missing` holds the buckets that have not been verified yet."""
-
-    package: Package
-    run: Tensor
-    missing: set[int]
-    source: OpenCargo | None
-    """Where the bytes lie if not in the receiver's own memory."""
-    is_pointed_into: bool = False
-    """Whether a remap has begun: parameters lie in it, whatever became of the rest."""
-    prepared: list[Any] = field(default_factory=list)
-    """For each of the receiver's derived tensors."""
-
-
 class Receiver:
     """What one engine has been sent. Used on the engine's control thread alone, one call after the other, but for
     `obey`."""
@@ -140,7 +88,7 @@ class Receiver:
         self._committing = 0  # the version that a commit in progress may yet give the engine
         self.derived: list[DerivedTensors] = []
         self._committed: Ticket | None = None
-        self._staged: _Staged | None = None
+        self._staged: Arrival | None = None
         self._own: Tensor | None = None  # kept from one version to the next: fresh pages cost ten times a copy
         self._pointed_into: list[OpenCargo] = []  # where parameters lie: one, and what remaps that broke off add to it
 
@@ -165,8 +113,8 @@ class Receiver:
         except BaseException:
             opened.close()
             raise
-        self._staged = _Staged(package, opened.run, set(), opened)
-        self._prepare(self._staged)
+        self._staged = Arrival(package, opened.run, set(), opened)
+        self._staged.prepare(self.derived)
 
     def begin(self, engine: GenerationEngine, package: Package) -> bool:
         if not self._admit(engine, package):
@@ -174,28 +122,17 @@ class Receiver:
         layout = package.layout
         if self._own is None or self._own.numel() != layout.num_bytes:
             self._own = None
-            self._own = _memory_for(layout)
-        self._staged = _Staged(package, self._own, {bucket.index for bucket in layout.buckets}, None)
+            self._own = memory_for(layout)
+        self._staged = Arrival(package, self._own, {bucket.index for bucket in layout.buckets}, None)
         return True
 
     def receive(self, ticket: Ticket, index: int, parcel: Parcel) -> None:
         if self._committed == ticket and not self._is_staging(ticket):
             return
         staged = self._expect(ticket)
-        bucket = staged.package.layout.buckets[index]
-        part = staged.run[bucket.start : bucket.stop]
-        staged.missing.add(index)
-        if part.device.type == "cpu":
-            parcel.read(part)
-            staged.package.verify(index, part)
-        else:
-            host = empty_run(bucket.num_bytes, torch.device("cpu"))
-            parcel.read(host)
-            staged.package.verify(index, host)
-            part.copy_(host)
-        staged.missing.discard(index)
+        staged.receive(index, parcel)
         if not staged.missing:
-            self._prepare(staged)
+            staged.prepare(self.derived)
 
     def commit(
         self, engine: GenerationEngine, ticket: Ticket, mode: CommitMode, deadline: Deadline, update_timeout_s: float
@@ -209,7 +146,7 @@ class Receiver:
                 f"{len(staged.package.layout.buckets)} buckets have not arrived; publish it again"
             )
         if len(staged.prepared) != len(self.derived):
-            self._prepare(staged)  # it failed while staging, or there are more of them by now
+            staged.prepare(self.derived)  # it failed while staging, or there are more of them by now
         limit_s = min(update_timeout_s, deadline.remaining_s())
         if limit_s <= 0:
             raise SyncTimeoutError(f"the commit of version {ticket.version} began after its sender had stopped waiting")
@@ -233,7 +170,7 @@ class Receiver:
         return record
 
     def _update(
-        self, engine: GenerationEngine, staged: _Staged, mode: CommitMode, limit_s: float, replaced: list[Tensor]
+        self, engine: GenerationEngine, staged: Arrival, mode: CommitMode, limit_s: float, replaced: list[Tensor]
     ) -> None:
         """`replaced` holds what the parameters pointed at: unmapping it takes longer than the pause should."""
         version = staged.package.ticket.version
@@ -295,23 +232,12 @@ class Receiver:
     def _is_staging(self, ticket: Ticket) -> bool:
         return self._staged is not None and self._staged.package.ticket == ticket
 
-    def _expect(self, ticket: Ticket) -> _Staged:
+    def _expect(self, ticket: Ticket) -> Arrival:
         staged = self._staged
         if staged is None or staged.package.ticket != ticket:
             there = "nothing" if staged is None else f"version {staged.package.ticket.version}"
             raise SyncError(f"version {ticket.version} is not staged here, {there} is; publish it again")
         return staged
-
-    def _prepare(self, staged: _Staged) -> None:
-        staged.prepared = []
-        if self.derived:
-            layout = staged.package.layout
-            named = {
-                name: view
-                for slot, view in zip(layout.manifest.slots, layout.views(staged.run), strict=True)
-                for name in slot.names
-            }
-            staged.prepared = [derived.prepare(named) for derived in self.derived]
 
     def _drop_staged(self) -> None:
         staged, self._staged = self._staged, None
@@ -331,13 +257,3 @@ def receiver_of(engine: GenerationEngine) -> Receiver:
 
 _lock = threading.Lock()
 _receivers: "weakref.WeakKeyDictionary[GenerationEngine, Receiver]" = weakref.WeakKeyDictionary()
-
-
-def _memory_for(layout: Layout) -> Tensor:
-    """Where the engine's weights are, so that the pause holds one copy on the device; else in pinned host memory."""
-    device = layout.manifest.device
-    if device.type == "cuda":
-        with suppress(torch.cuda.OutOfMemoryError):
-            return empty_run(layout.num_bytes, device)
-        return empty_run(layout.num_bytes, torch.device("cpu")).pin_memory()
-    return empty_run(layout.num_bytes, device)

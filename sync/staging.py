@@ -1,11 +1,14 @@
 """New weights, complete and checked, beside the old ones."""
 
+from collections.abc import Collection, Iterable, Sequence
+
 import torch
 from torch import Tensor
 
-from sync.errors import SyncError
+from sync.errors import SyncError, SyncTimeoutError
 from sync.layout import Layout
 from sync.manifest import TensorSpec
+from sync.place import Deadline
 
 
 class Staging:
@@ -58,6 +61,40 @@ class Staging:
         # On a GPU the copies are queued on this thread's stream, and nothing orders that before the reader's.
         if self.run.device.type == "cuda":
             torch.cuda.synchronize(self.run.device)
+
+
+def fill(
+    stagings: Sequence[Staging],
+    offered: Iterable[tuple[str, Tensor]],
+    *,
+    in_use: Collection[tuple[torch.device, int]],
+    to_the_end: bool,
+    deadline: Deadline,
+    limit: str,
+) -> None:
+    """Put all that is offered into each staging. `in_use`: where tensors lie that engines of this process run on; one that is
+    offered itself raises SyncError. Beyond the deadline raises SyncTimeoutError, which begins with `limit`. `to_the_end`: what
+    fails is raised when everything has been read."""
+    failure: Exception | None = None
+    for name, tensor in offered:
+        if failure is None:
+            try:
+                if (tensor.device, tensor.data_ptr()) in in_use and tensor.numel():
+                    raise SyncError(
+                        f"an engine runs on the very tensor that the source offers as {name}, so there is nothing to publish; "
+                        "change it in place instead: `with engine.update(): optimizer.step()`, or give the engine weights of "
+                        "its own with copy_weights=True"
+                    )
+                if deadline.remaining_s() == 0:
+                    raise SyncTimeoutError(f"{limit}, at {name}")
+                for staging in stagings:
+                    staging.put(name, tensor)
+            except Exception as error:
+                if not to_the_end:
+                    raise
+                failure = error
+    if failure is not None:
+        raise failure
 
 
 def _same_bytes(left: Tensor, right: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Bring a trainer's new weights into engines that keep generating."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
@@ -12,11 +12,10 @@ from types import TracebackType
 from typing import Literal, Self, overload
 
 import torch
-from torch import Tensor
 
 from sync.config import SyncConfig, check_seconds
 from sync.delivery import Delivery
-from sync.errors import SenderReplacedError, SyncError, SyncTimeoutError
+from sync.errors import SenderReplacedError, SyncError
 from sync.futures import uncancellable
 from sync.kept import Kept, Key
 from sync.latecomers import Latecomers
@@ -28,7 +27,7 @@ from sync.receiver import forget
 from sync.report import SyncReport
 from sync.routes import Router
 from sync.sources.source import Source, WeightSource, as_source, named_tensors
-from sync.staging import Staging
+from sync.staging import Staging, fill
 from sync.transports.base import Transport
 from sync.turns import Turns
 
@@ -228,7 +227,15 @@ class WeightSync:
                 for _ in named_tensors(tensors):
                     pass  # a rank takes part in every gather
             else:
-                self._fill(list(stagings.values()), tensors, f"staging version {opening.version}", deadline, timeout_s)
+                fill(
+                    list(stagings.values()),
+                    named_tensors(tensors),
+                    in_use=self._addresses(),
+                    # the other ranks are in the gathers to come, and would wait there for this one
+                    to_the_end=not self._ranks.is_alone,
+                    deadline=deadline,
+                    limit=f"staging version {opening.version} took longer than {timeout_s:g} s",
+                )
                 # before it is what late targets get: a sender that has been replaced must not keep it
                 self._opener.remember(opening)
                 self._kept.seal(stagings, opening.claim, opening.version)
@@ -258,33 +265,6 @@ class WeightSync:
             stage_s=time.perf_counter() - began,
             staged_at=time.perf_counter(),
         )
-
-    def _fill(
-        self,
-        stagings: Sequence[Staging],
-        tensors: Iterable[tuple[str, Tensor]],
-        what: str,
-        deadline: Deadline,
-        timeout_s: float,
-    ) -> None:
-        """Put all that is offered into each staging."""
-        addresses = self._addresses()
-        failure: Exception | None = None
-        for name, tensor in named_tensors(tensors):
-            if failure is None:
-                try:
-                    if (tensor.device, tensor.data_ptr()) in addresses and tensor.numel():
-                        raise SyncError(_nothing_to_publish(name))
-                    if deadline.remaining_s() == 0:
-                        raise SyncTimeoutError(f"{what} took longer than {timeout_s:g} s, at {name}")
-                    for staging in stagings:
-                        staging.put(name, tensor)
-                except Exception as error:
-                    if self._ranks.is_alone:
-                        raise
-                    failure = error  # the other ranks are in the gathers to come, and would wait there for this one
-        if failure is not None:
-            raise failure
 
     def _addresses(self) -> set[tuple[torch.device, int]]:
         """Where the tensors of this process's engines lie, also of those behind a controller."""
@@ -337,11 +317,3 @@ class _Staged:
 def _lacks(link: Link, version: int) -> bool:
     assert link.status is not None
     return link.status.version < version or link.status.is_fenced
-
-
-def _nothing_to_publish(name: str) -> str:
-    return (
-        f"an engine runs on the very tensor that the source offers as {name}, so there is nothing to publish; change it "
-        "in place instead: `with engine.update(): optimizer.step()`, or give the engine weights of its own with "
-        "copy_weights=True"
-    )
