@@ -4,11 +4,12 @@
     python benchmarks/learning.py --algorithm grpo --modes live synchronous --seeds 2
     python benchmarks/learning.py --ablate                   # GRPO without one correctness feature at a time
 
-A Llama of 100,000 parameters sorts three digits; the reward is the share of right positions. The curves are its greedy
-reward on 200 prompts that it never trains on, by plain forwards after the run, so that measuring takes no time of it.
+A Llama of 100,000 parameters sorts three digits; the reward is the share of right positions. A RolloutController generates
+with one Ray worker, the trainer has the other core. The curves are the greedy reward on 200 prompts that it never trains
+on, by plain forwards after the run, so that measuring takes no time of it.
 
-    live          the next batch is generated while one trains; new weights meet it in flight
-    drained       the same, but before new weights are published all of it is waited for
+    live          generation goes on while a batch trains; new weights meet it in flight
+    drained       the same, but what is being generated is waited for before new weights are published
     synchronous   generation and training take turns; each batch is of the weights that train on it
 
 The modes differ in nothing else. Written to --out: curves.json, curves.png, and a folder for each run, with one rollout of
@@ -30,26 +31,26 @@ import transformers
 from learning_run import Behaviour, Curve, Setting, learn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from rollout import RunLog
+from transformers.utils.logging import disable_progress_bar
 
 GOAL = 0.9
 MODES = {
-    "live": {"ahead": 1},
-    "drained": {"ahead": 1, "drains": True},
-    "synchronous": {"ahead": 0},
+    "live": {"max_staleness": 1},
+    "drained": {"max_staleness": 1, "drains": True},
+    "synchronous": {"max_staleness": 0},
 }
-STALE = Setting(algorithm="grpo", ahead=8)
-FRESH = Setting(algorithm="grpo", ahead=0)
+FRESH = Setting(algorithm="grpo", max_staleness=0)
+STALE = replace(FRESH, lag=8)
 ABLATIONS = {
     "synchronous": FRESH,
     "stale prefixes allowed": replace(FRESH, stale_prefixes=True),
-    "a quarter of samples fails, left out": replace(FRESH, failing=0.25),
-    "failed samples trained": replace(FRESH, failing=0.25, trains_failed=True),
-    "eight batches ahead": STALE,
+    "a quarter fails and is left out": replace(FRESH, failing=0.25),
+    "failed samples trained on": replace(FRESH, failing=0.25, trains_failed=True),
+    "eight versions stale": STALE,
     "no importance correction": replace(STALE, behaviour=Behaviour.CURRENT),
-    "log-probs by version label": replace(STALE, behaviour=Behaviour.LABELLED),
-    "wrong version labels": replace(STALE, behaviour=Behaviour.MISLABELLED),
+    "log-probs by their labels": replace(STALE, behaviour=Behaviour.LABELLED),
+    "labels eight versions too new": replace(STALE, behaviour=Behaviour.LABELLED, label_error=8),
+    "labels eight versions too old": replace(STALE, behaviour=Behaviour.LABELLED, label_error=-8),
 }
 """Each row after the one that has the feature."""
 
@@ -58,16 +59,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", nargs="+", choices=["grpo", "ppo"], default=["grpo", "ppo"], help="(both)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(all)")
-    parser.add_argument("--ablate", action="store_true", help="the ablations instead, with GRPO")
+    parser.add_argument(
+        "--ablate",
+        nargs="*",
+        choices=ABLATIONS,
+        metavar="ROW",
+        help="these ablations instead, all without a name, with GRPO and an engine in this process",
+    )
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (default 5)")
-    parser.add_argument("--budget", type=int, default=64_000, help="samples of a run (default 64,000)")
+    parser.add_argument("--budget", type=int, default=40_000, help="samples of a run (default 40,000)")
+    parser.add_argument("--workers", type=int, default=1, help="Ray workers; 0: one engine in this process (default 1)")
     parser.add_argument("--out", type=Path, help="a new folder (default runs/learning-<time>)")
     args = parser.parse_args(argv)
     out = args.out or Path("runs") / f"learning-{datetime.now():%Y%m%d-%H%M%S}"
     torch.set_num_threads(1)  # beside as many of the engine; more gain nothing on a model of this size
 
-    if args.ablate:
-        settings = ABLATIONS
+    if args.ablate is not None:
+        settings = {name: ABLATIONS[name] for name in args.ablate or ABLATIONS}
+        args.workers = 0  # they go step by step, and so come out the same each time
     else:
         settings = {
             f"{algorithm}, {mode}": Setting(algorithm=algorithm, **MODES[mode])
@@ -75,23 +84,30 @@ def main(argv: Sequence[str] | None = None) -> None:
             for mode in args.modes
         }
     one = next(iter(settings.values()))
+    engine = f"{args.workers} Ray workers" if args.workers else "the engine in this process"
     print(
-        f"{platform.machine()}, 1 thread for the engine, 1 for the trainer, torch {torch.__version__}, transformers "
+        f"{platform.machine()}, {engine}, 1 thread for each engine, 1 for the trainer, torch {torch.__version__}, transformers "
         f"{transformers.__version__}; batches of {one.prompts_per_batch} prompts x {one.group_size} samples in "
         f"{one.num_minibatches} minibatches, AdamW {one.learning_rate:g}, {args.budget} samples a run, {args.seeds} seeds",
         flush=True,
     )
+    if args.workers:
+        import ray
+
+        ray.init(include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
+    disable_progress_bar()  # of the models that are saved for the workers
     curves: dict[str, list[Curve]] = {name: [] for name in settings}
     # seed by seed, so that a slow minute of the machine strikes all alike
     for seed in range(args.seeds):
         for name, setting in settings.items():
-            log = RunLog(out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}")
-            curve = learn(setting, seed, max(args.budget // setting.batch_size, 1), log)
+            folder = out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+            num_batches = max(args.budget // setting.batch_size, 1)
+            curve = learn(setting, seed, num_batches, folder, num_workers=args.workers)
             curves[name].append(curve)
             print(line(name, curve), flush=True)
     print_table(curves)
     write_json(curves, settings, out / "curves.json")
-    plot(curves, out / "curves.png")
+    plot(curves, settings, out / "curves.png")
     print(f"\ncurves: {out / 'curves.png'}, {out / 'curves.json'}")
 
 
@@ -145,16 +161,24 @@ def write_json(curves: Mapping[str, Sequence[Curve]], settings: Mapping[str, Set
     path.write_text(json.dumps({"goal": GOAL, "rows": rows}, indent=1), encoding="utf-8")
 
 
-def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """A row of panels for each algorithm: held-out reward against samples and against wall time, the mean of the seeds and
-    one standard deviation around it."""
-    panels: dict[str, dict[str, Sequence[Curve]]] = {}
+def panels(
+    curves: Mapping[str, Sequence[Curve]], settings: Mapping[str, Setting]
+) -> dict[str, dict[str, Sequence[Curve]]]:
+    """The rows of each algorithm, by what tells them apart."""
+    by_algorithm: dict[str, dict[str, Sequence[Curve]]] = {}
     for name, runs in curves.items():
-        algorithm, _, mode = name.partition(", ")
-        panels.setdefault(algorithm if mode else "grpo", {})[mode or name] = runs
-    figure = Figure(figsize=(12, 4.5 * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), 2, sharey=True, squeeze=False)
-    for (algorithm, rows), (by_samples, by_seconds) in zip(panels.items(), axes, strict=True):
+        algorithm = settings[name].algorithm
+        by_algorithm.setdefault(algorithm, {})[name.removeprefix(f"{algorithm}, ")] = runs
+    return by_algorithm
+
+
+def plot(curves: Mapping[str, Sequence[Curve]], settings: Mapping[str, Setting], path: Path) -> None:
+    """For each algorithm: held-out reward against samples and against wall time, the mean of the seeds and one standard
+    deviation around it."""
+    by_algorithm = panels(curves, settings)
+    figure = Figure(figsize=(12, 4.5 * len(by_algorithm)), layout="constrained")
+    axes = figure.subplots(len(by_algorithm), 2, sharey=True, squeeze=False)
+    for (algorithm, rows), (by_samples, by_seconds) in zip(by_algorithm.items(), axes, strict=True):
         for name, runs in rows.items():
             held_out = np.array([curve.held_out for curve in runs])
             draw(by_samples, name, np.array(runs[0].samples), held_out)
@@ -170,7 +194,7 @@ def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
 
 
 def draw(panel: Axes, name: str, x: np.ndarray, values: np.ndarray) -> None:
-    mean, deviation = values.mean(0), values.std(0)
+    mean, deviation = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else 0.0
     (drawn,) = panel.plot(x, mean, label=name)
     panel.fill_between(x, mean - deviation, mean + deviation, color=drawn.get_color(), alpha=0.2, linewidth=0)
 

@@ -1,13 +1,13 @@
 """One run of benchmarks/learning.py: a policy learns from what an engine samples with it. A part of that script."""
 
-import itertools
+import copy
 import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -22,8 +22,20 @@ from learning_task import (
     small_model,
 )
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from rollout import EngineConfig, FinishReason, GenerationEngine, Rollout, RolloutError, RunLog, SamplingParams
+from rollout import (
+    EngineConfig,
+    FinishReason,
+    GenerationEngine,
+    Rollout,
+    RolloutConfig,
+    RolloutController,
+    RolloutError,
+    RunLog,
+    SamplingParams,
+    UpdateRecord,
+)
 from sync import WeightSync
 from trainer_adapters import (
     RolloutBatch,
@@ -53,9 +65,6 @@ class Behaviour(StrEnum):
     """The weights that train on it: no correction."""
     LABELLED = "labelled"
     """The weights of its version label, from which its log-prob is computed again."""
-    MISLABELLED = "mislabelled"
-    """Those of a version `ahead` older than its label: what a label would name that is stamped when a prompt is submitted, if
-    prompts then waited for `ahead` batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +73,26 @@ class Setting:
 
     algorithm: str
     """grpo or ppo."""
-    ahead: int
-    """Batches that have been asked for, and so are generated, while one trains; 0: generation and training take turns."""
+    max_staleness: int
+    """Versions that generation may be behind; 0: generation and training take turns."""
     drains: bool = False
-    """Whether all of them are waited for before new weights are published; else these meet them in flight."""
+    """Whether all that is generated is waited for before new weights are published; else these meet it in flight."""
+    lag: int = 0
+    """Batches that are generated after one, and before it is trained on: so many versions old it then is, to the token."""
     prompts_per_batch: int = 64
     group_size: int = 8
     num_minibatches: int = 4
     learning_rate: float = 1e-3
     """At the start; it falls to a tenth of that, linearly."""
     behaviour: Behaviour = Behaviour.RECORDED
+    label_error: int = 0
+    """Versions by which the labels are too high, up to the version that trains."""
     failing: float = 0.0
     """Share of the samples that break off and come back as failed."""
     trains_failed: bool = False
     """Trains on what those have, with a reward of 0; else they stay out."""
+    max_requests: int = 128
+    """That an engine generates at once."""
     stale_prefixes: bool = False
     """An update leaves the prefix cache as it is, as upstream's pause does."""
 
@@ -117,40 +132,52 @@ class Curve:
         return next((version for version, value in enumerate(self.held_out) if value >= goal), None)
 
 
-def learn(setting: Setting, seed: int, num_batches: int, log: RunLog) -> Curve:
-    """Trains on `num_batches` batches, each of which makes a version."""
+def learn(setting: Setting, seed: int, num_batches: int, folder: Path, *, num_workers: int = 1) -> Curve:
+    """Trains on `num_batches` batches, each of which makes a version. `folder`: a new one for the run. `num_workers`: the
+    engines, each a Ray worker; 0: one engine in this process."""
     learner, curve = Learner(setting, seed, num_batches), Curve(seed=seed, batch_size=setting.batch_size)
-    weights = [learner.copy()]
-    config = EngineConfig(num_threads=1, page_size=4, num_blocks=4096, max_requests=128)
-    with GenerationEngine(learner.model, config, copy_weights=True) as engine, WeightSync(engine) as weight_sync:
+    weights, log = [learner.copy()], RunLog(folder)
+    with (
+        controller_for(learner.model, setting, seed, num_workers, folder) as controller,
+        WeightSync(controller) as sync,
+    ):
         if setting.stale_prefixes:
-            engine.manager.isolate_prefixes = lambda: None
-        asked: deque[list[Future[Rollout]]] = deque()
-        numbers = itertools.count()
+            for worker in controller.workers():
+                worker.call(keep_stale_prefixes).result(LIMIT_S)
+        batches: deque[list[Rollout]] = deque()
         started_at = time.monotonic()
         for step in range(1, num_batches + 1):
-            while len(asked) < max(setting.ahead, 1):
-                asked.append(ask(engine, setting, seed, next(numbers)))
-            rollouts = collect(asked.popleft(), setting)
-            if setting.ahead:
-                asked.append(ask(engine, setting, seed, next(numbers)))
-            trained_version = engine.version
+            while len(batches) <= setting.lag:
+                with controller.next_batch(LIMIT_S) as lease:
+                    batches.append(lease.rollouts)
+            rollouts = [fallible(rollout, setting) for rollout in batches.popleft()]
             gap = learner.train(rollouts, weights)
             if setting.drains:
-                for future in itertools.chain(*asked):
-                    future.result(LIMIT_S)
-            weight_sync.publish(learner.model, timeout_s=LIMIT_S)
+                controller.drain(LIMIT_S)
+            report = sync.publish(learner.model, timeout_s=LIMIT_S)
+            if report.failures:
+                raise RolloutError(f"version {report.version} was not taken: {report.failures}")
+            if setting.drains:
+                controller.resume()
             weights.append(learner.copy())
 
             curve.seconds.append(time.monotonic() - started_at)
-            curve.versions.append(engine.version)
+            curve.versions.append(report.version)
             curve.trained.append(fmean(rollout.reward or 0.0 for rollout in rollouts))
             curve.spanning.append(fmean(len(rollout.version_spans) > 1 for rollout in rollouts))
-            curve.staleness.append(fmean(trained_version - (rollout.min_version or 0) for rollout in rollouts))
+            curve.staleness.append(fmean(step - 1 - (rollout.min_version or 0) for rollout in rollouts))
             curve.logprob_gap.append(gap)
-            # one of each group: their number makes no page worth reading, and its writing would take time
-            log.write_rollouts(rollouts[:: setting.group_size], step=step, trained_version=trained_version)
-            log.write_update(engine.last_update)
+            # one of each group: all of them make no page worth reading, and their writing would take time
+            log.write_rollouts(rollouts[:: setting.group_size], step=step, trained_version=step - 1)
+            log.write_update(
+                UpdateRecord(
+                    version=report.version,
+                    wait_s=report.pause_wait_s,
+                    held_s=report.commit_s,
+                    straddlers=report.straddlers,
+                ),
+                worker_id=rollouts[0].worker_id,
+            )
     for state in weights:
         learner.model.load_state_dict(state)
         curve.held_out.append(held_out_reward(learner.model))
@@ -159,50 +186,52 @@ def learn(setting: Setting, seed: int, num_batches: int, log: RunLog) -> Curve:
     return curve
 
 
-def ask(engine: GenerationEngine, setting: Setting, seed: int, number: int) -> list[Future[Rollout]]:
-    """Submits batch `number`, the same prompts and noise for the same seed."""
-    futures: list[Future[Rollout]] = []
-    chosen = random.Random(f"{seed}-{number}").sample(TRAINING, setting.prompts_per_batch)
-    for position, digits in enumerate(chosen):
-        name = f"{number}-{position}"
-        params = SamplingParams(
-            max_new_tokens=ANSWER_TOKENS, seed=(seed << 32) + number * setting.prompts_per_batch + position
-        )
-        futures += engine.submit_group(
-            prompt_ids(digits),
-            params,
-            size=setting.group_size,
-            request_id=name,
-            group_id=name,
-            prompt_id=name,
-            metadata={"prompt": str(digits)},
-        )
-    return futures
+def controller_for(
+    model: PreTrainedModel, setting: Setting, seed: int, num_workers: int, folder: Path
+) -> RolloutController:
+    """A fleet that begins with this model's weights."""
+    if num_workers:
+        model.save_pretrained(folder / "initial")
+    return RolloutController(
+        str(folder / "initial") if num_workers else copy.deepcopy(model),
+        [{"prompt": prompt_ids(digits), "digits": str(digits)} for digits in TRAINING],
+        group_reward_fn=rewards,
+        engine=EngineConfig(num_threads=1, page_size=4, num_blocks=4096, max_requests=setting.max_requests),
+        config=RolloutConfig(
+            num_workers=num_workers,
+            prompts_per_step=setting.prompts_per_batch,
+            group_size=setting.group_size,
+            max_staleness=setting.max_staleness,
+            sampling=SamplingParams(max_new_tokens=ANSWER_TOKENS),
+            seed=seed,
+            num_epochs=None,
+            shuffle=True,
+        ),
+    )
 
 
-def collect(futures: Sequence[Future[Rollout]], setting: Setting) -> list[Rollout]:
-    """Waits for a batch, and scores it."""
-    rollouts = []
-    for future in futures:
-        rollout = future.result(LIMIT_S)
-        if rollout.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise RolloutError(f"rollout {rollout.rollout_id} ended with {rollout.finish_reason}: {rollout.error}")
-        if random.Random(rollout.rollout_id).random() < setting.failing:
-            rollouts.append(broken_off(rollout, is_trained=setting.trains_failed))
-        else:
-            rollouts.append(replace(rollout, reward=reward(rollout.prompt_ids, rollout.token_ids)))
-    return rollouts
+def rewards(rollouts: Sequence[Rollout]) -> list[float]:
+    """Of a group."""
+    return [reward(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
 
 
-def broken_off(rollout: Rollout, *, is_trained: bool) -> Rollout:
-    """As after a failure: with its first token only. `is_trained`: as a loop takes it that does not ask how it ended."""
+def keep_stale_prefixes(engine: GenerationEngine) -> None:
+    """From now on an update leaves what the prefix cache has of older versions where new requests find it."""
+    engine.manager.isolate_prefixes = lambda: None  # type: ignore[method-assign]
+
+
+def fallible(rollout: Rollout, setting: Setting) -> Rollout:
+    """The rollout, or for a `failing` share of them what a failure after the first token would have left of it. Where
+    failed samples are trained on, it comes as a loop takes it that does not ask how it ended."""
+    if random.Random(rollout.rollout_id).random() >= setting.failing:
+        return rollout
     return replace(
         rollout,
         token_ids=rollout.token_ids[:1],
         logprobs=rollout.logprobs[:1],
         loss_mask=rollout.loss_mask[:1],
         version_spans=rollout.version_spans[:1],
-        finish_reason=FinishReason.LENGTH if is_trained else FinishReason.ERROR,
+        finish_reason=FinishReason.LENGTH if setting.trains_failed else FinishReason.ERROR,
         error="broken off by the benchmark",
         reward=0.0,
     )
@@ -273,9 +302,7 @@ class Learner:
             case Behaviour.CURRENT:
                 return proximal
             case Behaviour.LABELLED:
-                labels = batch.versions
-            case Behaviour.MISLABELLED:
-                labels = (batch.versions - self.setting.ahead).clamp(min=0)
+                labels = (batch.versions + self.setting.label_error).clamp(min=0, max=len(weights) - 1)
         behaviour = proximal
         for version in labels[batch.loss_mask].unique().tolist():
             again, _ = self.forward(batch, weights=weights[version])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from learning_run import Curve, Setting, learn
 
-from rollout import FinishReason, Rollout, RunLog, VersionSpan
+from rollout import FinishReason, Rollout, VersionSpan
 from rollsync_cli.report import write_report
 
 
@@ -22,15 +22,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def small(setting: Setting) -> Setting:
-    return replace(setting, prompts_per_batch=2, group_size=8, num_minibatches=2)
+def curve_of(setting: Setting, tmp_path: Path) -> Curve:
+    """Four batches of two prompts."""
+    small = replace(setting, prompts_per_batch=2, group_size=8, num_minibatches=2)
+    return learn(small, 0, 4, tmp_path / "run", num_workers=0)
 
 
-def curve_of(setting: Setting, tmp_path: Path, *, batches: int = 4) -> Curve:
-    return learn(small(setting), 0, batches, RunLog(tmp_path / "run"))
-
-
-def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(tmp_path: Path) -> None:
+def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(local_ray: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     learning.main(["--modes", "live", "--seeds", "1", "--budget", "512", "--out", str(out)])
     rows = json.loads((out / "curves.json").read_text())["rows"]
@@ -48,20 +46,41 @@ def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(tmp_path: Pa
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_ablation_is_drawn_beside_the_row_that_has_the_feature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = replace(learning.FRESH, prompts_per_batch=2, num_minibatches=2)
+    rows = {"a quarter fails, left out": replace(fresh, failing=0.25), "trained on": replace(fresh, trains_failed=True)}
+    monkeypatch.setattr(learning, "ABLATIONS", rows)
+    learning.main(["--ablate", "--seeds", "1", "--budget", "16", "--out", str(tmp_path / "out")])
+    assert set(json.loads((tmp_path / "out" / "curves.json").read_text())["rows"]) == set(rows)
+    curves = {name: [Curve(seed=0, batch_size=16, held_out=[0.1, 0.2], seconds=[0.0, 1.0])] for name in rows}
+    assert [list(panel) for panel in learning.panels(curves, rows).values()] == [list(rows)]
+
+
 @pytest.mark.parametrize("mode", learning.MODES)
 def test_the_modes_differ_in_what_meets_an_update_in_flight(mode: str, tmp_path: Path) -> None:
-    curve = curve_of(Setting(algorithm="grpo", **learning.MODES[mode]), tmp_path)
+    # one request after the other: generation takes much longer than training, so that the updates come amid it
+    curve = curve_of(Setting(algorithm="grpo", max_requests=1, **learning.MODES[mode]), tmp_path)
     assert curve.versions == [1, 2, 3, 4]
     assert curve.seconds == sorted(curve.seconds)
+    assert curve.staleness[0] == 0.0
+    if mode == "live":
+        assert max(curve.spanning) > 0.0
+        assert max(curve.logprob_gap) > 1e-4
+    else:
+        assert curve.spanning == [0.0] * 4
+    if mode == "drained":
+        assert curve.staleness == [0.0, 1.0, 1.0, 1.0]
     if mode == "synchronous":
         assert curve.staleness == [0.0] * 4
-    else:
-        assert curve.staleness[0] == 0.0
-        assert max(curve.staleness) <= 1.0
-    if mode == "drained":
-        assert curve.staleness[1:] == [1.0] * 3
-    if mode != "live":
-        assert curve.spanning == [0.0] * 4
+        assert max(curve.logprob_gap) < 1e-4
+
+
+def test_a_batch_that_lags_is_as_many_versions_old_to_the_token(tmp_path: Path) -> None:
+    curve = curve_of(replace(learning.FRESH, lag=2), tmp_path)
+    assert curve.staleness == [0.0, 1.0, 2.0, 2.0]
+    assert curve.spanning == [0.0] * 4
 
 
 def test_with_one_prompt_that_comes_again_stale_prefixes_part_engine_and_trainer(
@@ -78,28 +97,27 @@ def test_with_one_prompt_that_comes_again_stale_prefixes_part_engine_and_trainer
     assert min(stale.logprob_gap[1:]) > 1e-3
 
 
-def test_labels_give_the_log_probs_that_were_recorded_and_wrong_ones_do_not(tmp_path: Path) -> None:
-    learner = learning_run.Learner(small(Setting(algorithm="grpo", ahead=1)), seed=0, num_batches=1)
+def test_a_label_names_the_weights_that_sampled_its_token_and_an_error_in_it_names_others() -> None:
+    setting = Setting(algorithm="grpo", max_staleness=1, behaviour=learning_run.Behaviour.LABELLED)
+    learner = learning_run.Learner(setting, seed=0, num_batches=1)
     weights = [learner.copy()]
     with torch.no_grad():
         learner.model.lm_head.weight.mul_(3.0)
     weights.append(learner.copy())
-    rollouts = [a_rollout(name, version) for name, version in (("a", 0), ("b", 1), ("c", 0), ("d", 1))]
-    batch = learning_run.pad_rollouts([rollouts], pad_id=learning_task.END)
-    proximal, _ = learner.forward(batch)
-
-    def behaviour(kind: learning_run.Behaviour) -> torch.Tensor:
-        learner.setting = replace(learner.setting, behaviour=kind)
-        return learner.behaviour_logprobs(batch, proximal, weights)
-
-    labelled = behaviour(learning_run.Behaviour.LABELLED)
-    mislabelled = behaviour(learning_run.Behaviour.MISLABELLED)
-    old, _ = learner.forward(batch, weights=weights[0])
+    batch = learning_run.pad_rollouts([[a_rollout("a", 0), a_rollout("b", 1)]], pad_id=learning_task.END)
+    (old, _), (new, _) = (learner.forward(batch, weights=state) for state in weights)
     mask = batch.loss_mask
-    assert torch.equal(labelled[1][mask[1]], proximal[1][mask[1]])
-    assert torch.equal(labelled[0][mask[0]], old[0][mask[0]])
-    assert torch.equal(mislabelled[mask], old[mask])
-    assert not torch.allclose(old[mask], proximal[mask])
+    assert not torch.allclose(old[mask], new[mask])
+
+    def behaviour(label_error: int) -> torch.Tensor:
+        learner.setting = replace(setting, label_error=label_error)
+        return learner.behaviour_logprobs(batch, new, weights)
+
+    right, too_old, too_new = behaviour(0), behaviour(-1), behaviour(1)
+    assert torch.equal(right[0][mask[0]], old[0][mask[0]])
+    assert torch.equal(right[1][mask[1]], new[1][mask[1]])
+    assert torch.equal(too_old[mask], old[mask])
+    assert torch.equal(too_new[mask], new[mask])
 
 
 def a_rollout(name: str, version: int) -> Rollout:
@@ -117,8 +135,10 @@ def a_rollout(name: str, version: int) -> Rollout:
 
 
 def test_failed_samples_are_left_out_unless_they_are_to_be_trained_on() -> None:
-    cut = learning_run.broken_off(a_rollout("a", 0), is_trained=False)
-    trained = learning_run.broken_off(a_rollout("b", 0), is_trained=True)
+    failing = replace(learning.FRESH, failing=1.0)
+    cut = learning_run.fallible(a_rollout("a", 0), failing)
+    trained = learning_run.fallible(a_rollout("b", 0), replace(failing, trains_failed=True))
+    assert learning_run.fallible(a_rollout("c", 0), learning.FRESH) == a_rollout("c", 0)
     batch = learning_run.pad_rollouts([[cut, trained]], pad_id=learning_task.END)
     assert batch.dropped_ids == ("a",)
     assert batch.loss_mask.sum().item() == 1
