@@ -13,6 +13,7 @@ from datasets import Dataset
 from fakes import EOS_ID, CancelsOne, tiny_llama
 from fakes_trl import Logs, even_share, number_tokenizer, prompts, settings
 from peft import LoraConfig
+from tokenizers import Regex, decoders
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -49,6 +50,7 @@ class Columns:
 def grpo(folder: Path, source: Any, reward: Any = even_share, *, model: Any = None, **changes: Any) -> Any:
     data, lora = changes.pop("data", prompts(12)), changes.pop("peft_config", None)
     eval_data = changes.pop("eval_data", None)
+    tokenizer = changes.pop("tokenizer", None) or number_tokenizer()
     logs = Logs()
     trainer = EngineGRPOTrainer(
         tiny_llama() if model is None else model,
@@ -56,7 +58,7 @@ def grpo(folder: Path, source: Any, reward: Any = even_share, *, model: Any = No
         args=GRPOConfig(**settings(folder, **changes)),
         train_dataset=data,
         eval_dataset=eval_data,
-        processing_class=number_tokenizer(),
+        processing_class=tokenizer,
         callbacks=[logs],
         peft_config=lora,
         engine=source,
@@ -89,6 +91,18 @@ def test_grpo_is_on_policy_at_every_step(tmp_path: Path, shares: bool, temperatu
     assert [call["min_policy_version"] for call in reward.calls] == [[1] * 8, [2] * 8, [3] * 8]
     assert all(set(call["finish_reason"]) <= {"stop", "length"} for call in reward.calls)
     assert not any(any(call["rollout_failed"]) for call in reward.calls)
+
+
+def test_training_is_on_the_sampled_ids_where_their_text_encodes_to_others(tmp_path: Path) -> None:
+    tokenizer, reward = number_tokenizer(), Columns()
+    tokenizer.backend_tokenizer.decoder = decoders.Replace(Regex("w[0-9]+"), "w7 ")
+    with GenerationEngine(tiny_llama(), SMALL, copy_weights=True) as engine:
+        trainer = grpo(tmp_path, engine, reward, tokenizer=tokenizer)
+        trainer.train()
+    check_on_policy(trainer.logs)
+    for call in reward.calls:
+        ids_of_texts = tokenizer([completion for completion in call["completions"]])["input_ids"]
+        assert all(a != b for a, b in zip(ids_of_texts, call["completion_ids"], strict=True))
 
 
 def test_metrics_of_engine_and_sync_are_in_trls_logs(tmp_path: Path) -> None:
