@@ -12,13 +12,14 @@ on, by plain forwards after the run, so that measuring takes no time of it.
     drained       the same, but what is being generated is waited for before new weights are published
     synchronous   generation and training take turns; each batch is of the weights that train on it
 
-The modes differ in nothing else. Written to --out: curves.json, curves.png, and a folder for each run, with one rollout of
-each group, that `rollsync report` makes a page of.
+The modes differ in nothing else. Written to --out: curves.json, curves.png, and a folder for each run, with the picture and
+one rollout of each group, that `rollsync report` makes a page of.
 """
 
 import argparse
 import json
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -97,10 +98,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         ray.init(include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
     disable_progress_bar()  # of the models that are saved for the workers
     curves: dict[str, list[Curve]] = {name: [] for name in settings}
+    folders: list[Path] = []
     # seed by seed, so that a slow minute of the machine strikes all alike
     for seed in range(args.seeds):
         for name, setting in settings.items():
-            folder = out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+            folders.append(folder := out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}")
             num_batches = max(args.budget // setting.batch_size, 1)
             curve = learn(setting, seed, num_batches, folder, num_workers=args.workers)
             curves[name].append(curve)
@@ -108,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table(curves)
     write_json(curves, settings, out / "curves.json")
     plot(curves, settings, out / "curves.png")
+    for folder in folders:
+        shutil.copy(out / "curves.png", folder)
     print(f"\ncurves: {out / 'curves.png'}, {out / 'curves.json'}")
 
 

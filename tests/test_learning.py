@@ -43,6 +43,7 @@ def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(local_ray: s
         assert len(lines(folder / "rollouts.jsonl")) == 64
         assert [update["version"] for update in lines(folder / "updates.jsonl")] == [1]
         assert write_report(folder).exists()
+        assert (folder / "curves.png").read_bytes() == (out / "curves.png").read_bytes()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
