@@ -28,23 +28,27 @@ def curve_of(setting: Setting, tmp_path: Path) -> Curve:
     return learn(small, 0, 4, tmp_path / "run", num_workers=0)
 
 
-def test_a_run_of_each_algorithm_leaves_its_curves_and_a_run_folder(local_ray: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "num_workers"), [("grpo", 1), ("ppo", 0)])
+def test_a_run_leaves_its_curves_and_a_run_folder(
+    local_ray: str, tmp_path: Path, algorithm: str, num_workers: int
+) -> None:
     out = tmp_path / "out"
-    learning.main(["--modes", "live", "--seeds", "1", "--budget", "512", "--out", str(out)])
-    rows = json.loads((out / "curves.json").read_text())["rows"]
-    assert set(rows) == {"grpo, live", "ppo, live"}
-    for name, row in rows.items():
-        (run,) = row["runs"]
-        assert run["samples"] == [0, 512]
-        assert run["versions"] == [1]
-        assert len(run["held_out"]) == len(run["seconds"]) == 2
-        assert all(0 <= value <= 1 for value in run["held_out"] + run["trained"])
-        folder = out / f"{name.replace(', ', '-')}-0"
-        assert len(lines(folder / "rollouts.jsonl")) == 64
-        assert [update["version"] for update in lines(folder / "updates.jsonl")] == [1]
-        assert write_report(folder).exists()
-        assert (folder / "curves.png").read_bytes() == (out / "curves.png").read_bytes()
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    size = ["--seeds", "1", "--budget", "512", "--workers", str(num_workers)]
+    learning.main(["--algorithm", algorithm, "--modes", "live", *size, "--out", str(out)])
+    ((name, row),) = json.loads((out / "curves.json").read_text())["rows"].items()
+    assert name == f"{algorithm}, live"
+    (run,) = row["runs"]
+    assert run["samples"] == [0, 512]
+    assert run["versions"] == [1]
+    assert len(run["held_out"]) == len(run["seconds"]) == 2
+    assert all(0 <= value <= 1 for value in run["held_out"] + run["trained"])
+    folder = out / f"{algorithm}-live-0"
+    assert len(lines(folder / "rollouts.jsonl")) == 64
+    assert [update["version"] for update in lines(folder / "updates.jsonl")] == [1]
+    assert write_report(folder).exists()
+    picture = (out / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert (folder / "curves.png").read_bytes() == picture
 
 
 def test_an_ablation_is_drawn_beside_the_row_that_has_the_feature(

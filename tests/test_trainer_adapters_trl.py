@@ -101,7 +101,7 @@ def test_training_is_on_the_sampled_ids_where_their_text_encodes_to_others(tmp_p
         trainer.train()
     check_on_policy(trainer.logs)
     for call in reward.calls:
-        ids_of_texts = tokenizer([completion for completion in call["completions"]])["input_ids"]
+        ids_of_texts = tokenizer(list(call["completions"]))["input_ids"]
         assert all(a != b for a, b in zip(ids_of_texts, call["completion_ids"], strict=True))
 
 
