@@ -1,4 +1,5 @@
-"""A random Llama in a folder, with a tokenizer whose words are mostly digits, so that some of its answers are right."""
+"""A random Llama in a folder that is right about every fourth time on `TASK`: it writes words of that task's questions and
+the digits 1, 2 and 3, of which the last one is its answer. So most groups of its rollouts have unequal rewards."""
 
 from pathlib import Path
 
@@ -6,8 +7,9 @@ from fakes import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+TASK = "count_bits"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}answer {% endif %}"
-WORDS = ["<pad>", "<eos>", "<unk>", "answer", "multiplication", "result", *map(str, range(10))]
+WORDS = ["<pad>", "<eos>", "<unk>", "answer", "How", "many", "bits", "are", "there", "binary", "number", "1", "2", "3"]
 
 
 def save_digit_model(folder: Path) -> Path:

@@ -18,40 +18,23 @@ from pathlib import Path
 import fleet_grpo
 import pytest
 import run_folder
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from digit_model import TASK, save_digit_model
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "examples" / "ray_job"
-TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}answer {% endif %}"
-SIZES = {
-    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None},
-}
 STEP = re.compile(r"step +(\d+) .*  version (\d+)  ")
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose words are mostly digits, so that some of its answers are right."""
-    folder = tmp_path_factory.mktemp("tiny")
-    words = ["<pad>", "<eos>", "<unk>", "answer", "multiplication", "result", *map(str, range(10))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=TEMPLATE
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=len(words))).save_pretrained(folder)
-    return folder
+    return save_digit_model(tmp_path_factory.mktemp("tiny"))
 
 
 def small(model: Path, out: Path, *extra: str) -> list[str]:
-    """At this seed five of the first six groups have unequal rewards, so that any three of them teach something."""
+    """At this seed the first six groups, of which any three are the first batch, have unequal rewards as the model was."""
     return [
         *("--model", str(model), "--out", str(out), "--steps", "3", "--prompts-per-step", "3", "--group-size", "16"),
-        *("--max-new-tokens", "32", "--lr", "1e-3", "--seed", "1", *extra),
+        *("--max-new-tokens", "32", "--lr", "1e-3", "--task", TASK, *extra),
     ]
 
 
@@ -70,7 +53,7 @@ def check_run(out: Path) -> None:
     steps = lines(out / "metrics.jsonl")
     assert [step["version"] for step in steps] == [1, 2, 3]
     assert all(step["staleness"] <= 1 for step in steps)
-    assert sum(step["mixed_groups"] for step in steps) > 0, "nothing was trained, so this shows nothing"
+    assert steps[0]["mixed_groups"] == 3, "nothing is trained, so this shows nothing"
     rollouts = lines(out / "rollouts.jsonl")
     assert len({rollout["rollout_id"] for rollout in rollouts}) == len(rollouts) == 3 * 3 * 16
     assert trained(out, steps=range(3)) == Counter(range(9))

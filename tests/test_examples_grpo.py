@@ -14,47 +14,21 @@ import pytest
 import reasoning_gym
 import smollm2
 import tasks
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from digit_model import TASK, save_digit_model
 
 EXAMPLE = Path(grpo.__file__)
-TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}answer {% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    """A random Llama whose words are mostly digits, so that some of its answers are right."""
-    folder = tmp_path_factory.mktemp("tiny")
-    words = ["<pad>", "<eos>", "<unk>", "answer", "multiplication", "result", *map(str, range(10))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=TEMPLATE
-    )
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_digit_model(tmp_path_factory.mktemp("tiny"))
 
 
 def small(model, out, *extra):
+    """At this seed each group of the first step, all of whose noise the seed decides, has unequal rewards."""
     return [
         *("--model", str(model), "--out", str(out), "--prompts-per-step", "3", "--group-size", "4"),
-        *("--max-new-tokens", "64", "--lr", "1e-3", *extra),
+        *("--max-new-tokens", "64", "--lr", "1e-3", "--task", TASK, "--seed", "2", *extra),
     ]
 
 
@@ -67,9 +41,6 @@ def test_three_steps_write_every_rollout_and_every_version(tiny_model, tmp_path,
     assert grpo.main(small(tiny_model, out, "--steps", "3")) == 0
     steps, rollouts = lines(out / "metrics.jsonl"), lines(out / "rollouts.jsonl")
     assert [step["version"] for step in steps] == [1, 2, 3]
-    staleness = [step["staleness"] for step in steps]
-    assert staleness[0] == 0
-    assert max(staleness) == 1
     assert len(rollouts) == 3 * 3 * 4
     assert len({rollout["rollout_id"] for rollout in rollouts}) == len(rollouts)
     for rollout in rollouts:
@@ -80,8 +51,14 @@ def test_three_steps_write_every_rollout_and_every_version(tiny_model, tmp_path,
         assert versions[-1] <= rollout["trained_version"] == rollout["step"] - 1
         assert 0 <= rollout["reward"] <= 1
         assert len(rollout["token_ids"]) == len(rollout["logprobs"]) > 0
+    for step in steps:
+        batch = [rollout for rollout in rollouts if rollout["step"] == step["step"]]
+        oldest = min(rollout["version_spans"][0][1] for rollout in batch)
+        assert step["staleness"] == batch[0]["trained_version"] - oldest <= min(1, step["step"] - 1)
+        rewards = [{r["reward"] for r in batch if r["group_id"] == group} for group in {r["group_id"] for r in batch}]
+        assert step["mixed_groups"] == sum(len(different) > 1 for different in rewards)
+    assert steps[0]["mixed_groups"] == 3, "nothing is trained, so this shows nothing"
     spanning = sum(len(rollout["version_spans"]) > 1 for rollout in rollouts)
-    assert sum(step["mixed_groups"] for step in steps) > 0, "nothing was trained, so this shows nothing"
     printed = capsys.readouterr().out.splitlines()
     assert any(line.startswith(f"{spanning} of 36 rollouts span an update") for line in printed)
     assert printed[-2:] == [f"report: {out / 'report.html'}", f"results: {out}"]

@@ -6,26 +6,13 @@ import pytest
 import torch
 import trl_async_grpo
 import trl_grpo
-from fakes import tiny_llama
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from digit_model import save_digit_model
 from trl_on_cpu import register_plain_tree_attention
-
-TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}answer {% endif %}"
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose words are mostly digits, so that some of its answers are right."""
-    folder = tmp_path_factory.mktemp("tiny")
-    words = ["<pad>", "<eos>", "<unk>", "answer", "multiplication", "result", *map(str, range(10))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=TEMPLATE
-    ).save_pretrained(folder)
-    tiny_llama(vocab_size=len(words)).save_pretrained(folder)
-    return folder
+    return save_digit_model(tmp_path_factory.mktemp("tiny"))
 
 
 def small(model: Path, out: Path) -> list[str]:
