@@ -1,6 +1,7 @@
 """One rollout for each prompt of a trainer, and what stays untouched when one fails."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,22 @@ def test_rollouts_come_in_the_order_of_the_prompts() -> None:
         rollouts = make(engine).generate([A, A, B, B, A], PARAMS, 2)
     assert [rollout.prompt_ids for rollout in rollouts] == [A, A, B, B, A]
     assert all(is_usable(rollout) for rollout in rollouts)
+
+
+def test_rows_of_one_prompt_differ_under_a_seed_which_an_engine_draws_again() -> None:
+    config = RolloutConfig(group_size=2, prompts_per_step=1)
+    with (
+        GenerationEngine(tiny_llama(), SMALL) as engine,
+        RolloutController(tiny_llama(), [[3, 4]], engine=SMALL, config=config) as controller,
+    ):
+        for source in (engine, controller):
+            rows = make(source).generate([A] * 4, replace(PARAMS, seed=5), 2)
+            assert len({tuple(row.token_ids) for row in rows}) == 4
+        first, same, other = (
+            [row.token_ids for row in make(engine).generate([A, A, B], replace(PARAMS, seed=seed), 2)]
+            for seed in (5, 5, 6)
+        )
+    assert first == same != other
 
 
 def test_sample_that_is_lost_is_generated_again_alone() -> None:

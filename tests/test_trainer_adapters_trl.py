@@ -105,6 +105,20 @@ def test_training_is_on_the_sampled_ids_where_their_text_encodes_to_others(tmp_p
         assert all(a != b for a, b in zip(ids_of_texts, call["completion_ids"], strict=True))
 
 
+def test_seed_of_trls_settings_decides_what_an_engine_samples(tmp_path: Path) -> None:
+    data = Dataset.from_list([{"prompt": "w5 w6"}] * 2)
+
+    def completions(seed: int) -> list[list[int]]:
+        reward, model = Columns(), tiny_llama()
+        with GenerationEngine(model, SMALL) as engine:
+            grpo(tmp_path, engine, reward, model=model, data=data, seed=seed, learning_rate=0.0).train()
+        return [ids for call in reward.calls for ids in call["completion_ids"]]
+
+    first, same, other = completions(1), completions(1), completions(2)
+    assert first == same != other
+    assert len({tuple(ids) for ids in first}) == len(first) == 3 * 8, "steps, groups or samples share their noise"
+
+
 def test_metrics_of_engine_and_sync_are_in_trls_logs(tmp_path: Path) -> None:
     with GenerationEngine(tiny_llama(), SMALL, copy_weights=True) as engine:
         trainer = grpo(tmp_path, engine, max_steps=2)

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from rollout import (
     RolloutController,
     SamplingParams,
 )
+from rollout.rollout_config import mix
 from trainer_adapters.errors import AdapterError
 
 log = logging.getLogger("rollsync")
@@ -30,7 +32,8 @@ class Generator(Protocol):
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
         """Equal neighbours among the prompts are samples of one prompt, which one engine prefills once for each `group_size`
-        of them. A sample that could not be generated is not `is_usable`, says why in `error`, and touches no other one.
+        of them. No two of the rows draw the same noise, with a seed neither; an engine draws it again from the same seed.
+        A sample that could not be generated is not `is_usable`, says why in `error`, and touches no other one.
         Raises AdapterError if not one could be, and what the engine or fleet raises when it serves nothing."""
 
 
@@ -57,13 +60,16 @@ class EngineGenerator:
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
         self._revive()
-        rollouts = self._wait(self._group(ids, params, size) for ids, size in groups(prompts, group_size))
+        sized = list(groups(prompts, group_size))
+        of_group = [_of_group(params, number) for number in range(len(sized))]
+        of_row = [own for own, (_, size) in zip(of_group, sized, strict=True) for _ in range(size)]
+        rollouts = self._wait(self._group(ids, own, size) for own, (ids, size) in zip(of_group, sized, strict=True))
         for _ in range(self._max_retries):
             lost = [i for i, r in enumerate(rollouts) if r.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)]
             if not lost:
                 break
             self._revive()
-            again = self._wait(self._again(rollouts[i], params) for i in lost)
+            again = self._wait(self._again(rollouts[i], of_row[i]) for i in lost)
             for i, rollout in zip(lost, again, strict=True):
                 rollouts[i] = rollout
         return _checked(rollouts)
@@ -134,7 +140,9 @@ class ControllerGenerator:
             self._controller.drain(self._timeout_s)
             self._is_drained = True
         try:
-            rollouts = self._controller.generate(prompts, params, timeout_s=self._timeout_s)
+            # with a seed it would give the samples of one prompt the same noise
+            unseeded = replace(params, seed=None)
+            rollouts = self._controller.generate(prompts, unseeded, timeout_s=self._timeout_s)
         except InvalidRequestError as error:  # of every one of them
             rollouts = [_failed(prompt_ids, error) for prompt_ids in prompts]
         return _checked(rollouts)
@@ -160,6 +168,11 @@ def groups(prompts: Sequence[list[int]], group_size: int) -> Iterator[tuple[list
             size = min(left, group_size)
             yield prompt_ids, size
             left -= size
+
+
+def _of_group(params: SamplingParams, number: int) -> SamplingParams:
+    """Noise depends on the seed, the sample's place in its group and the token's position; groups differ by the seed."""
+    return params if params.seed is None else replace(params, seed=mix(mix(params.seed) ^ number) >> 1)
 
 
 def _checked(rollouts: list[Rollout]) -> list[Rollout]:

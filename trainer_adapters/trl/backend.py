@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from rollout import GenerationEngine, Rollout, RolloutController, SamplingParams
+from rollout.rollout_config import mix
 from sync import SyncConfig
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import Generator, generator_of, is_usable
@@ -60,6 +61,7 @@ class EngineBackend:
         self._generator: Generator | None = None
         if source is not None:
             self._generator = generator_of(source, timeout_s=timeout_s, max_retries=max_retries)
+        self._num_generations = 0
         self._synced: tuple[Any, int] | None = None  # (TRL's state, which each training has anew, its step)
         # TRL logs training and evaluation each by itself
         self._seen: dict[bool, defaultdict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
@@ -124,7 +126,9 @@ class EngineBackend:
     def _rows(self, prompts: list[list[int]], num_generations: int) -> Rows:
         assert self._generator is not None
         eos_id = self.trainer.eos_token_ids[0]
-        rollouts = self._generator.generate(prompts, sampling_of(self.trainer), num_generations)
+        seed = mix(mix(self.trainer.args.seed) ^ self._num_generations) >> 1
+        self._num_generations += 1
+        rollouts = self._generator.generate(prompts, replace(sampling_of(self.trainer), seed=seed), num_generations)
         self._note(generation_metrics(rollouts))
         good = [is_usable(rollout) for rollout in rollouts]
         pairs = list(zip(rollouts, good, strict=True))

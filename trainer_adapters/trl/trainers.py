@@ -123,7 +123,8 @@ class _EngineTrainer:
 
 class EngineGRPOTrainer(_EngineTrainer, GRPOTrainer):  # type: ignore[misc]
     """`trl.GRPOTrainer` that generates with an engine or a controller. Its arguments are TRL's and, by keyword, those of
-    `EngineRolloutFunc`. `use_vllm` stays off; `vllm_importance_sampling_...` say how to correct, as with vLLM."""
+    `EngineRolloutFunc`. `use_vllm` stays off; `vllm_importance_sampling_...` say how to correct, as with vLLM; `seed` fixes
+    what an engine samples too."""
 
     def __init__(
         self,
