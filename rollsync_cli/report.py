@@ -10,13 +10,15 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rollsync_cli.charts import Chart, Point, Stack, bar_chart, line_chart, number
-from rollsync_cli.run_files import RolloutRow, Run, Update, read_run
+from rollsync_cli.charts import number
+from rollsync_cli.panels import panels
+from rollsync_cli.run_files import RolloutRow, Run, read_run
+from rollsync_cli.steps import StepRow, step_rows, steps_of
 from rollsync_cli.strips import NUM_COLOURS, colour, seconds
 from rollsync_cli.timeline import Timeline, timeline
 
@@ -26,8 +28,6 @@ MAX_TEXT = 2_000
 """Characters shown of a text."""
 MAX_ERRORS = 12
 MAX_STEP_ROWS = 500
-MAX_REWARD = 1e100
-"""The square of a larger one is no number any more, and it would hide every other in a chart."""
 
 
 def write_report(run: Path | str, out: Path | str | None = None) -> Path:
@@ -58,13 +58,13 @@ def render(run: Run) -> str:
     )
     environment.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
     picture = timeline(run)
-    steps = run.steps()
+    steps = steps_of(run.rollouts)
     rows = step_rows(steps)
     return environment.get_template("report.html.jinja").render(
         run=run,
         charts=panels(steps, run.updates),
         timeline=picture,
-        findings=list(findings(run, picture)),
+        findings=list(findings(run, rows, picture)),
         facts=facts(run, rows),
         step_rows=rows[-MAX_STEP_ROWS:],
         num_rows_left_out=max(len(rows) - MAX_STEP_ROWS, 0),
@@ -79,37 +79,6 @@ def render(run: Run) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRow:
-    """One step in numbers."""
-
-    step: int
-    trained_version: int | None
-    num_rollouts: int
-    reward: float | None
-    num_tokens: float
-    """Mean length of a response."""
-    staleness: int | None
-    """Of its oldest token."""
-    num_spanning: int
-
-
-def step_rows(steps: Mapping[int, Sequence[RolloutRow]]) -> list[StepRow]:
-    """By step."""
-    return [
-        StepRow(
-            step=step,
-            trained_version=rows[0].trained_version,
-            num_rollouts=len(rows),
-            reward=fmean(_rewards(rows)) if _rewards(rows) else None,
-            num_tokens=fmean(row.num_tokens for row in rows),
-            staleness=max(_staleness(rows), default=None),
-            num_spanning=sum(len(row.spans) > 1 for row in rows),
-        )
-        for step, rows in steps.items()
-    ]
 
 
 def facts(run: Run, rows: Sequence[StepRow]) -> list[tuple[str, str, str]]:
@@ -138,10 +107,15 @@ def facts(run: Run, rows: Sequence[StepRow]) -> list[tuple[str, str, str]]:
     return items
 
 
-def findings(run: Run, picture: Timeline) -> Iterable[str]:
+def findings(run: Run, rows: Sequence[StepRow], picture: Timeline) -> Iterable[str]:
     """What the timeline shows, and what is not in it, in sentences."""
     if run.num_torn:
         yield f"{run.num_torn:,} lines of its files are no JSON and are left out: a run that is killed tears the line it writes."
+    num_again = sum(row.step is not None for row in run.rollouts) - sum(row.num_rollouts for row in rows)
+    if num_again:
+        yield (
+            f"{num_again:,} rollouts are of steps that the run took again, from a checkpoint: of a step its last record counts."
+        )
     if not picture.num_drawn:
         yield "No rollout of this run has the times of its start and end, so there is no timeline."
         return
@@ -164,77 +138,6 @@ def findings(run: Run, picture: Timeline) -> Iterable[str]:
     ):
         if count:
             yield f"{count:,} {what}."
-
-
-# ------------------------------------------------------------------------------------------------------------- panels
-
-
-def panels(steps: Mapping[int, Sequence[RolloutRow]], updates: Sequence[Update]) -> list[Chart]:
-    """Reward, length, staleness, pauses."""
-    return [
-        line_chart(
-            "Reward",
-            "mean of a step, and its 95% interval",
-            "step",
-            [_reward_point(step, _rewards(rows)) for step, rows in steps.items() if _rewards(rows)],
-            from_zero=False,
-        ),
-        line_chart(
-            "Response length",
-            "tokens: mean of a step, and the middle 80%",
-            "step",
-            [_length_point(step, sorted(row.num_tokens for row in rows)) for step, rows in steps.items()],
-            from_zero=True,
-        ),
-        bar_chart(
-            "Staleness",
-            "versions from a rollout's oldest token to the trainer's",
-            "step",
-            [_staleness_stack(step, _staleness(rows)) for step, rows in steps.items() if _staleness(rows)],
-            legend=(("mean", "mean"), ("most", "most")),
-            whole=True,
-        ),
-        bar_chart(
-            "Pauses",
-            "ms for each update, the longest of its engines",
-            "version",
-            _pause_stacks(updates),
-            legend=(("held", "held: generation stood still"), ("wait", "waited for: the step in progress ends")),
-        ),
-    ]
-
-
-def _reward_point(step: int, rewards: Sequence[float]) -> Point:
-    mean = fmean(rewards)
-    half = 1.96 * stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
-    title = f"step {step}: {mean:.3f} ± {half:.3f}, {len(rewards)} rollouts"
-    # no further than rewards went: an interval below 0 makes no sense of rewards that are 0 or 1
-    low, high = max(mean - half, min(rewards)), min(mean + half, max(rewards))
-    return Point(x=step, y=mean, low=low, high=high, title=title)
-
-
-def _length_point(step: int, lengths: Sequence[int]) -> Point:
-    low, high = lengths[int(0.1 * (len(lengths) - 1))], lengths[math.ceil(0.9 * (len(lengths) - 1))]
-    mean = fmean(lengths)
-    return Point(x=step, y=mean, low=low, high=high, title=f"step {step}: {mean:.1f} tokens, {low} to {high}")
-
-
-def _staleness_stack(step: int, staleness: Sequence[int]) -> Stack:
-    mean, most = fmean(staleness), max(staleness)
-    title = f"step {step}: {mean:.2f} in the mean, {most} at most"
-    return Stack(x=step, values=(mean, most - mean), title=title)
-
-
-def _pause_stacks(updates: Sequence[Update]) -> list[Stack]:
-    by_version: dict[int, list[Update]] = {}
-    for update in updates:
-        by_version.setdefault(update.version, []).append(update)
-    stacks: list[Stack] = []
-    for version, same in sorted(by_version.items()):
-        held, wait = (1000 * max(getattr(update, name) for update in same) for name in ("held_s", "wait_s"))
-        title = f"version {version}: held {held:.1f} ms, waited {wait:.1f} ms"
-        stacks.append(Stack(x=version, values=(held, wait), title=title))
-    return stacks
 
 
 # -------------------------------------------------------------------------------------------------------------- texts
@@ -284,14 +187,6 @@ def _errors(rows: Iterable[RolloutRow]) -> list[tuple[int, str, str]]:
             seen.setdefault(_cut(row.error), []).append(row.rollout_id)
     by_count = sorted(seen.items(), key=lambda item: -len(item[1]))
     return [(len(ids), ids[0], error) for error, ids in by_count[:MAX_ERRORS]]
-
-
-def _rewards(rows: Iterable[RolloutRow]) -> list[float]:
-    return [row.reward for row in rows if row.reward is not None and abs(row.reward) <= MAX_REWARD]
-
-
-def _staleness(rows: Iterable[RolloutRow]) -> list[int]:
-    return [row.staleness for row in rows if row.staleness is not None]
 
 
 def _columns(metrics: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -82,14 +82,6 @@ class Run:
         ends = [row.finished_at for row in self.rollouts if row.finished_at is not None]
         return max(max(ends) - min(starts), 0.0) if starts and ends else 0.0
 
-    def steps(self) -> dict[int, list[RolloutRow]]:
-        """What was trained on, by step."""
-        steps: dict[int, list[RolloutRow]] = {}
-        for row in self.rollouts:
-            if row.step is not None:
-                steps.setdefault(row.step, []).append(row)
-        return dict(sorted(steps.items()))
-
 
 def read_run(path: Path) -> Run:
     """`path`: the folder, or the file of rollouts in it. Lines that are no JSON are left out and counted: a run that was

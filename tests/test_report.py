@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollout import FinishReason, Rollout, RunLog, Timings, UpdateRecord, VersionSpan
+from rollout.batches.records import rollout_line
 from rollout.fleet.rollout_log import RolloutLog
 from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
 from rollsync_cli.errors import RunFolderError
@@ -348,6 +349,37 @@ def test_reward_length_and_staleness_are_those_of_each_step(tmp_path: Path) -> N
     assert "step 1: 1.00 in the mean, 1 at most" in html
     assert "version 1: held 100.0 ms, waited 50.0 ms" in html
     assert "-100" not in re.sub(r"<title>[^<]*</title>", "", html)
+
+
+def test_a_step_that_a_run_took_again_from_a_checkpoint_is_as_its_last_record_says(tmp_path: Path) -> None:
+    """Three lives of a controller: the second and the third go on from the end of step 1."""
+    lines = [
+        rollout_line(
+            a_rollout(f"{life}-{step}-{i}", 0, 1, [(0, version)], reward=reward),
+            step=step,
+            trained_version=version,
+            ending="consumed",
+        )
+        for life, step, version, reward in ((1, 1, 0, 0.25), (1, 2, 1, 0.5), (2, 2, 3, 0.75), (3, 2, 5, 1.0))
+        for i in range(2)
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("".join(lines))
+    html = write_report(tmp_path).read_text()
+    assert re.findall(r"step \d: [\d.]+ ± [\d.]+, \d rollouts", html) == [
+        "step 1: 0.250 ± 0.000, 2 rollouts",
+        "step 2: 1.000 ± 0.000, 2 rollouts",
+    ]
+    assert "4 rollouts are of steps that the run took again" in html
+
+
+def test_a_loop_may_write_the_rollouts_of_a_step_under_several_versions(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run")
+    for version, reward in ((0, 0.0), (1, 1.0)):
+        rollout = a_rollout(f"r-{version}", 0, 1, [(0, version)], reward=reward)
+        log.write_rollouts([rollout], step=1, trained_version=version)
+    html = write_report(log.path).read_text()
+    assert "step 1: 0.500 ± 0.980, 2 rollouts" in html
+    assert "took again" not in html
 
 
 @pytest.mark.parametrize("rollouts", [[], [a_rollout("r", 0, 0, [(0, 0)], reward=None)]], ids=["none", "one"])
