@@ -1,6 +1,7 @@
 """Rollouts for prompts that a trainer brings, where one that fails fails alone."""
 
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,6 @@ from rollout import (
     RolloutController,
     SamplingParams,
 )
-from rollout.rollout_config import mix
 from trainer_adapters.errors import AdapterError
 
 log = logging.getLogger("rollsync")
@@ -170,9 +170,14 @@ def groups(prompts: Sequence[list[int]], group_size: int) -> Iterator[tuple[list
             left -= size
 
 
+def seed_of(seed: int, number: int) -> int:
+    """One for each number, the same in every run with `seed`, and without pattern."""
+    return random.Random(f"{seed}/{number}").getrandbits(63)
+
+
 def _of_group(params: SamplingParams, number: int) -> SamplingParams:
     """Noise depends on the seed, the sample's place in its group and the token's position; groups differ by the seed."""
-    return params if params.seed is None else replace(params, seed=mix(mix(params.seed) ^ number) >> 1)
+    return params if params.seed is None else replace(params, seed=seed_of(params.seed, number))
 
 
 def _checked(rollouts: list[Rollout]) -> list[Rollout]:

@@ -15,10 +15,9 @@ from transformers import (
 )
 
 from rollout import GenerationEngine, Rollout, RolloutController, SamplingParams
-from rollout.rollout_config import mix
 from sync import SyncConfig
 from trainer_adapters.errors import AdapterError
-from trainer_adapters.generation import Generator, generator_of, is_usable
+from trainer_adapters.generation import Generator, generator_of, is_usable, seed_of
 from trainer_adapters.publishing import PolicyPublisher
 from trainer_adapters.trl.settings import check_sampling
 
@@ -126,7 +125,7 @@ class EngineBackend:
     def _rows(self, prompts: list[list[int]], num_generations: int) -> Rows:
         assert self._generator is not None
         eos_id = self.trainer.eos_token_ids[0]
-        seed = mix(mix(self.trainer.args.seed) ^ self._num_generations) >> 1
+        seed = seed_of(self.trainer.args.seed, self._num_generations)
         self._num_generations += 1
         rollouts = self._generator.generate(prompts, replace(sampling_of(self.trainer), seed=seed), num_generations)
         self._note(generation_metrics(rollouts))
