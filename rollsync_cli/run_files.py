@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollsync_cli.errors import RunFolderError
 from rollsync_cli.fields import Fields, is_whole
+from rollsync_cli.pictures import Picture, read_pictures
 
 ROLLOUTS, UPDATES, METRICS = "rollouts.jsonl", "updates.jsonl", "metrics.jsonl"
 
@@ -72,6 +73,7 @@ class Run:
     rollouts: list[RolloutRow]
     updates: list[Update]  # by time
     metrics: list[Mapping[str, Any]]
+    pictures: list[Picture] = field(default_factory=list)
     num_torn: int = 0
     """Lines of its files that are no JSON."""
 
@@ -105,6 +107,7 @@ def read_run(path: Path) -> Run:
         rollouts=rollouts,
         updates=sorted(updates, key=lambda update: update.finished_at),
         metrics=metrics,
+        pictures=read_pictures(folder),
         num_torn=sum(file.num_torn for file in files),
     )
 

@@ -1,5 +1,6 @@
 """The report: what a run's folder holds is on the page, where and when it was; and nothing on the page is alive."""
 
+import base64
 import json
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from rollout.batches.records import rollout_line
 from rollout.fleet.rollout_log import RolloutLog
 from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
 from rollsync_cli.errors import RunFolderError
+from rollsync_cli.pictures import MAX_BYTES, SIGNATURE
 from rollsync_cli.report import MAX_TEXT, MAX_TEXTS, render, write_report
 from rollsync_cli.run_files import read_run
 from rollsync_cli.strips import Bar, Strip
@@ -135,7 +137,7 @@ def test_the_page_refers_to_nothing_and_forbids_it(tmp_path: Path) -> None:
     path = a_run(tmp_path, [a_rollout("r", 0, 2, [(0, 0), (4, 1)])], [an_update(1, 1.0)])
     html = write_report(path).read_text()
     assert not re.search(r"https?:|//[a-z]|url\(|@import|<script|<link", html)
-    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'") in Page(html).attributes
+    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in Page(html).attributes
 
 
 def test_the_page_is_made_for_dark_screens_too(tmp_path: Path) -> None:
@@ -582,3 +584,13 @@ def test_metadata_is_in_the_lines_and_what_json_cannot_say_is_its_repr(tmp_path:
     path = a_run(tmp_path, [a_rollout("r", 0, 1, [(0, 0)], metadata={"answer": 7, "odd": {1}})])
     (line,) = map(json.loads, (path / "rollouts.jsonl").read_text().splitlines())
     assert line["metadata"] == {"answer": 7, "odd": "{1}"}
+
+
+def test_the_pngs_of_the_folder_are_in_the_page_and_nothing_else_is(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, [a_rollout("a-0", 0, 1, [(0, 0)])])
+    png = SIGNATURE + b"curves"
+    (folder / "curves.png").write_bytes(png)
+    (folder / "no picture.png").write_text("<script>alert(1)</script>")
+    (folder / "large.png").write_bytes(SIGNATURE + bytes(MAX_BYTES))
+    html = write_report(folder).read_text()
+    assert re.findall(r'src="([^"]*)"', html) == [f"data:image/png;base64,{base64.b64encode(png).decode()}"]
