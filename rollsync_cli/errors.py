@@ -15,3 +15,9 @@ class GenerationFailedError(CommandError):
     """The engine gave up with prompts left; what it made has been written."""
 
     exit_code = 1
+
+
+class OutputError(CommandError):
+    """The output takes no more, as on a full disk; what went before has been written."""
+
+    exit_code = 1

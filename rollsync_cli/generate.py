@@ -1,5 +1,6 @@
 """`rollsync generate`: a file of prompts in, a line a rollout out, in the order of the prompts."""
 
+import contextlib
 import json
 import math
 import sys
@@ -27,7 +28,7 @@ from rollout.batches.prompts import encode_prompt
 from rollout.batches.records import rollout_line
 from rollout.requests.delivery import RolloutFuture
 from rollout.rollout_config import mix
-from rollsync_cli.errors import CommandError, GenerationFailedError
+from rollsync_cli.errors import CommandError, GenerationFailedError, OutputError
 from rollsync_cli.interrupts import after_block
 
 WINDOW = 1024
@@ -65,8 +66,8 @@ class Line:
 
 
 def run(job: Job) -> int:
-    """How many rollouts have an error. CommandError before anything is written if the job cannot start, GenerationFailedError
-    when the engine gives up."""
+    """How many rollouts have an error. CommandError before anything is written if the job cannot start; GenerationFailedError
+    when the engine gives up, OutputError when the output takes no more."""
     try:
         params = SamplingParams(**job.sampling)
     except InvalidRequestError as error:
@@ -90,8 +91,7 @@ def run(job: Job) -> int:
             for rollout in rollouts(engine, lines, params, job):
                 line = rollout_line(rollout, tokenizer=engine.tokenizer)
                 with after_block():
-                    file.write(line)
-                    file.flush()
+                    _append(file, line, job)
                 num_failed += rollout.finish_reason is FinishReason.ERROR
                 shown.update()
     return num_failed
@@ -105,6 +105,8 @@ def check_out(job: Job) -> None:
         raise CommandError(f"{job.out} cannot be written: there is no folder {job.out.parent}; make it first")
     if not job.out.exists():
         return
+    if job.out.is_dir():
+        raise CommandError(f"--out {job.out} is a folder; give a file in it")
     if job.prompts != STDIO and job.out.samefile(job.prompts):
         raise CommandError(f"--out {job.out} is the file of the prompts; give another")
     if not job.force:
@@ -112,12 +114,16 @@ def check_out(job: Job) -> None:
 
 
 def read_prompts(path: Path) -> list[Line]:
-    """Blank lines are skipped, and a mark of the byte order. CommandError if there is nothing to read; a line that is no JSON is a prompt that cannot
-    work."""
+    """Blank lines are skipped, and a mark of the byte order. CommandError if there is nothing to read; a line that is no JSON
+    is a prompt that cannot work."""
     try:
         text = sys.stdin.read().removeprefix("\ufeff") if path == STDIO else path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"the prompts cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise CommandError(f"the prompts {path} are no UTF-8 text ({error}); save them as UTF-8") from None
+    except OSError as error:
+        raise CommandError(
+            f"the prompts {path} cannot be read: {error.strerror}; give a file of prompts, or - for stdin"
+        ) from None
     # not splitlines(), which also splits at characters that JSON allows inside a string
     texts = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not texts:
@@ -134,10 +140,8 @@ def load_engine(job: Job) -> GenerationEngine:
         raise CommandError(f"there is no folder {job.model!r}; --model is a transformers folder or a hub name")
     if not job.progress:
         disable_progress_bar()
+    device = None if job.device is None else _device(job.device)
     try:
-        device = None if job.device is None else torch.device(job.device)
-        if device is not None and device.type == "cuda" and not torch.cuda.is_available():
-            raise CommandError(f"--device {job.device}: torch finds no CUDA device; see rollsync doctor")
         engine = GenerationEngine.from_pretrained(
             str(Path(job.model).expanduser()) if is_path else job.model,
             EngineConfig(num_threads=job.threads),
@@ -152,6 +156,16 @@ def load_engine(job: Job) -> GenerationEngine:
     if job.chat and getattr(engine.tokenizer, "chat_template", None) is None:
         raise CommandError(f"--chat: the model {job.model!r} has no chat template; give its prompts as they stand")
     return engine
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise CommandError(f"--device {name} is none that torch knows; give cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise CommandError(f"--device {name}: torch finds no CUDA device; see rollsync doctor")
+    return device
 
 
 def rollouts(engine: GenerationEngine, lines: Sequence[Line], params: SamplingParams, job: Job) -> Iterator[Rollout]:
@@ -236,5 +250,21 @@ def _opened(job: Job) -> Iterator[TextIO]:
     if job.out == STDIO:
         yield sys.stdout
         return
-    with job.out.open("w" if job.force else "x", encoding="utf-8") as file:
+    try:
+        file = job.out.open("w" if job.force else "x", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--out {job.out} cannot be written: {error.strerror}; give another") from None
+    with file:
         yield file
+
+
+def _append(file: TextIO, line: str, job: Job) -> None:
+    try:
+        file.write(line)
+        file.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            file.close()  # here, where the rest that it cannot write is no second error
+        raise OutputError(f"{job.out} takes no more: {error.strerror}; make room, or give another --out") from None

@@ -83,8 +83,8 @@ def generate(
         rollsync generate prompts.jsonl --model path/to/model --out rollouts.jsonl
         rollsync generate - --model org/name -n 4 --temperature 0.7 < questions.txt
 
-    Exit code: 0; 1 if a prompt was refused or a rollout failed; 2 if nothing could be started; 130 after Ctrl-C, which
-    leaves whole lines.
+    Exit code: 0; 1 if a prompt was refused, a rollout failed or the output took no more; 2 if nothing could be started; 130
+    after Ctrl-C, which leaves whole lines.
     """
     from rollsync_cli.generate import Job, run
 
@@ -112,7 +112,7 @@ def generate(
         )
         num_failed = run(job)
     if num_failed:
-        typer.echo(f'{num_failed} of the rollouts have an error; see "error" in their lines', err=True)
+        typer.echo(f'rollouts with an error: {num_failed}; see "error" in their lines', err=True)
     raise typer.Exit(1 if num_failed else 0)
 
 
@@ -136,7 +136,12 @@ def report(
     from rollsync_cli.report import write_report
 
     with _one_line_errors():
-        typer.echo(write_report(run, out))
+        try:
+            page = write_report(run, out)
+        except OSError as error:
+            where = "report.html in that folder" if out is None else out
+            raise CommandError(f"the page {where} cannot be written: {error.strerror}; give another --out") from None
+        typer.echo(page)
 
 
 @contextmanager
@@ -147,8 +152,10 @@ def _one_line_errors() -> Iterator[None]:
     except CommandError as error:
         _complain(str(error))
         raise typer.Exit(error.exit_code) from None
+    except BrokenPipeError:
+        raise  # typer ends without a word: who reads the output has had enough, as `head` has
     except OSError as error:
-        _complain(str(error))
+        _complain(f"{error}; is it there, and yours to read or write?")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -89,8 +89,12 @@ def read_run(path: Path) -> Run:
     """`path`: the folder, or the file of rollouts in it. Lines that are no JSON are left out and counted: a run that was
     killed tears the line that it writes, and may have gone on in the same file. So are the files of updates and metrics where
     there are none. Raises RunFolderError for what is no run, and for JSON that is not of the format."""
-    path = path / ROLLOUTS if path.is_dir() else path
-    if not path.is_file():
+    try:
+        path = path / ROLLOUTS if path.is_dir() else path
+        is_there = path.is_file()
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}; give a run that you may read") from None
+    if not is_there:
         raise RunFolderError(
             f"there is no {path}: give the folder of a run, as the demo's --out, rollout.RunLog or "
             "RolloutConfig(rollouts_jsonl=...) write one"
@@ -140,7 +144,9 @@ class JsonLines:
                         raise RunFolderError(f"{where}: must be a JSON object, got {text!r:.60}; remove the line")
                     yield where, line
         except OSError as error:
-            raise RunFolderError(f"{self._path} cannot be read: {error}") from None
+            raise RunFolderError(
+                f"{self._path} cannot be read: {error.strerror}; give a run that you may read"
+            ) from None
 
 
 def _parsed(parse: Callable[[Fields], T], line: dict[str, Any], where: str) -> T:

@@ -87,7 +87,7 @@ def test_each_prompt_has_its_line_in_order_also_when_some_are_refused(model: Pat
     out = tmp_path / "rollouts.jsonl"
     done = rollsync("generate", prompts, "--model", model, "--out", out, *SMALL)
     assert done.exit_code == 1, done.output
-    assert "4 of the rollouts have an error" in done.stderr
+    assert "rollouts with an error: 4;" in done.stderr
     lines = lines_of(out.read_text())
     assert [line["rollout_id"] for line in lines] == [f"p{number}-0" for number in range(8)]
     assert [line["prompt_ids"] for line in lines] == [[5, 6], [7, 8], [], [9], [], [], [], [10, 9]]
@@ -162,19 +162,22 @@ def test_chat_applies_the_models_template_to_text(model: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("missing.jsonl", "--model", "MODEL"), "missing.jsonl"),
+        (("missing.jsonl", "--model", "MODEL"), "missing.jsonl cannot be read: No such file or directory; give a file"),
+        (("latin.txt", "--model", "MODEL"), "latin.txt are no UTF-8 text"),
         (("empty.txt", "--model", "MODEL"), "holds no prompts"),
         (("prompts.txt", "--model", "/no/such/folder"), "there is no folder '/no/such/folder'"),
         (("prompts.txt", "--model", "MODEL", "--out", "taken.jsonl"), "--force"),
         (("prompts.txt", "--model", "/no/such/model", "--out", "no/such/folder.jsonl"), "no folder no/such; make it"),
         (("prompts.txt", "--model", "MODEL", "--out", "prompts.txt", "--force"), "is the file of the prompts"),
+        (("prompts.txt", "--model", "MODEL", "--out", "."), "--out . is a folder; give a file in it"),
+        (("prompts.txt", "--model", "MODEL", "--out", "/proc/no.jsonl"), "--out /proc/no.jsonl cannot be written"),
         (("prompts.txt", "--model", "MODEL", "--timeout", "0"), "--timeout must be a number of seconds above 0, got 0"),
         (("prompts.txt", "--model", "MODEL", "--timeout", "-1"), "--timeout must be"),
         (("prompts.txt", "--model", "MODEL", "--timeout", "nan"), "--timeout must be"),
         (("prompts.txt", "--model", "MODEL", "--temperature", "-1"), "temperature must be at least 0"),
         (("prompts.txt", "--model", "MODEL", "--max-new-tokens", "0"), "max_new_tokens must be at least 1"),
         (("prompts.txt", "--model", "PLAIN", "--chat"), "no chat template"),
-        (("prompts.txt", "--model", "MODEL", "--device", "gpu"), "gpu"),
+        (("prompts.txt", "--model", "MODEL", "--device", "gpu"), "--device gpu is none that torch knows; give cpu"),
         pytest.param(
             ("prompts.txt", "--model", "MODEL", "--device", "cuda"),
             "no CUDA device; see rollsync doctor",
@@ -191,6 +194,7 @@ def test_what_cannot_start_says_so_in_one_line_with_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes("größer\n".encode("latin-1"))
     for name, text in (("prompts.txt", "w5\n"), ("empty.txt", "\n \n"), ("taken.jsonl", "mine")):
         Path(name).write_text(text)
     folders = {"MODEL": str(model), "PLAIN": str(model_without_template)}
@@ -209,6 +213,15 @@ def test_force_replaces_the_file(model: Path, tmp_path: Path) -> None:
     prompts = a_file(tmp_path, "w5", name="prompts.txt")
     assert rollsync("generate", prompts, "--model", model, "--out", out, "--force", *SMALL).exit_code == 0
     assert len(lines_of(out.read_text())) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_an_output_that_takes_no_more_is_one_line_with_exit_code_1(model: Path, tmp_path: Path) -> None:
+    prompts = a_file(tmp_path, "w5", name="prompts.txt")
+    done = rollsync("generate", prompts, "--model", model, "--out", "/dev/full", "--force", *SMALL)
+    assert done.exit_code == 1
+    says = "rollsync: error: /dev/full takes no more: No space left on device; make room, or give another --out"
+    assert done.stderr.splitlines()[-1] == says
 
 
 def environment(*folders: Path) -> dict[str, str]:
@@ -360,6 +373,33 @@ def test_a_report_on_nothing_is_one_line_with_exit_code_2(tmp_path: Path) -> Non
         assert done.exit_code == 2
         assert done.stderr.startswith("rollsync: error: ")
         assert done.stderr.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_one_line_that_names_it(tmp_path: Path) -> None:
+    RunLog(tmp_path / "run")
+    done = rollsync("report", tmp_path / "run", "--out", tmp_path / "none" / "page.html")
+    assert done.exit_code == 2
+    says = (
+        f"the page {tmp_path / 'none' / 'page.html'} cannot be written: No such file or directory; give another --out"
+    )
+    assert done.stderr == f"rollsync: error: {says}\n"
+
+
+def test_a_reader_who_has_had_enough_is_not_complained_to(tmp_path: Path) -> None:
+    RunLog(tmp_path / "run")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "rollsync_cli.main", "report", str(tmp_path / "run")],
+            env=environment(),
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("command", ["doctor", "generate", "report"])
