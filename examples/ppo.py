@@ -1,6 +1,6 @@
 """PPO with a critic, on a language model whose engine never stops: several optimizer steps a batch, one publish.
 
-    python examples/ppo.py                     # SmolLM2-135M-Instruct learns one-digit products
+    python examples/ppo.py         # SmolLM2-135M-Instruct learns one-digit products; about five minutes on two cores
 
 The engine has weights of its own. While it generates the next batch, the trainer goes through this one several times, in
 minibatches; then `WeightSync` brings it the result, once, so that the steps in between do not age what it is generating.
@@ -101,9 +101,8 @@ def train(model: Any, tokenizer: Any, args: argparse.Namespace, run: RunFolder) 
                         part.old_logprobs,  # of the versions that sampled the tokens: what staleness is corrected by
                         advantages[rows],
                         part.loss_mask,
-                        proximal_logprobs=old_logprobs[
-                            rows
-                        ],  # of the weights before this batch: what the clip is around
+                        # of the weights before this batch: what the clip is around
+                        proximal_logprobs=old_logprobs[rows],
                         values=values,
                         old_values=old_values[rows],
                         returns=returns[rows],
@@ -163,10 +162,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="smollm2 (default), a transformers folder or a hub name")
     parser.add_argument("--task", default=DEFAULT_TASK, choices=TASKS, help=f"default {DEFAULT_TASK}")
     parser.add_argument("--steps", type=int, default=12, help="batches, each with one publish (default 12)")
-    parser.add_argument("--prompts-per-step", type=int, default=8, help="different prompts of a batch (default 8)")
+    parser.add_argument("--prompts-per-step", type=int, default=4, help="different prompts of a batch (default 4)")
     parser.add_argument("--samples", type=int, default=4, help="rollouts of a prompt (default 4)")
     parser.add_argument("--epochs", type=int, default=2, help="how often a batch is gone through (default 2)")
-    parser.add_argument("--minibatch", type=int, default=16, help="rollouts of an optimizer step (default 16)")
+    parser.add_argument("--minibatch", type=int, default=8, help="rollouts of an optimizer step (default 8)")
     parser.add_argument("--max-new-tokens", type=int, default=24, help="upper bound on a response (default 24)")
     parser.add_argument("--lr", type=float, default=1e-5, help="the policy's learning rate (default 1e-5)")
     parser.add_argument("--critic-lr", type=float, default=1e-3, help="the critic's learning rate (default 1e-3)")

@@ -92,7 +92,7 @@ def test_ppo_publishes_once_a_batch_however_many_steps_it_takes(model_folder: Pa
     assert steps[1]["kl"] > 1e-4
     assert all(step["value_loss"] > 0 for step in steps)
     assert [update["version"] for update in lines(out / "updates.jsonl")] == [1, 2, 3]
-    assert len(lines(out / "rollouts.jsonl")) == 3 * 8 * 4
+    assert len(lines(out / "rollouts.jsonl")) == 3 * 4 * 4
     assert (out / "report.html").exists()
 
 
