@@ -16,7 +16,7 @@ FOR_WHAT = {
     "gpu": "faster attention on a GPU",
     "peft": "LoRA policies",
     "trl": "TRL's trainers",
-    "demo": "examples/grpo.py",
+    "demo": "the examples",
 }
 """Extras by what they are for; others are for the project's own development."""
 

@@ -19,6 +19,9 @@ from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
 from rollsync_cli.errors import RunFolderError
 from rollsync_cli.pictures import MAX_BYTES, SIGNATURE
 from rollsync_cli.report import MAX_TEXT, MAX_TEXTS, render, write_report
+
+
+from rollsync_cli.report import MAX_STEP_ROWS, MAX_TEXT, MAX_TEXTS, render, write_report
 from rollsync_cli.run_files import read_run
 from rollsync_cli.strips import Bar, Strip
 from rollsync_cli.timeline import BARS_A_LANE, timeline
@@ -372,6 +375,16 @@ def test_a_step_that_a_run_took_again_from_a_checkpoint_is_as_its_last_record_sa
         "step 2: 1.000 ± 0.000, 2 rollouts",
     ]
     assert "4 rollouts are of steps that the run took again" in html
+
+
+def test_metrics_are_on_the_page_of_a_run_that_trained_on_no_rollouts(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run")
+    for step in range(MAX_STEP_ROWS + 1):
+        log.write_metrics({"step": step, "held_out": step / 1000})
+    page = Page(write_report(log.path).read_text())
+    assert "held_out" in page.texts
+    assert "0.5" in page.texts
+    assert f"metrics.jsonl, its latest {MAX_STEP_ROWS} lines" in page.texts
 
 
 def test_a_loop_may_write_the_rollouts_of_a_step_under_several_versions(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
 
         Trainer(..., callbacks=[WeightSyncCallback(weight_sync)])
 
-    A step that an fp16 overflow left out publishes nothing and is not counted. Training that goes on from a checkpoint begins with a publish
-    too, as the next version: versions only grow. In a run of several ranks every rank has the callback, with a
-    WeightSync of its own. A publish that fails raises out of `train()`. With `load_best_model_at_end` the engines get that
-    model at the end.
+    A step that an fp16 overflow left out publishes nothing and is not counted. Training that goes on from a checkpoint begins
+    with a publish too, as the next version: versions only grow. In a run of several ranks every rank has the callback, with
+    a WeightSync of its own. A publish that fails raises out of `train()`. With `load_best_model_at_end` the engines get
+    that model at the end.
     """
 
     def __init__(self, weight_sync: WeightSync, every_n_steps: int = 1, *, timeout_s: float = 120.0) -> None:

@@ -32,7 +32,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
     Computed in float32: in bf16 the ratio of equal policies would be off by several percent.
     """
     if not temperature > 0:
-        raise AdapterError(f"temperature must be above 0, got {temperature}; greedy rollouts hold log-probs of 1")
+        raise AdapterError(f"temperature must be above 0, got {temperature}; leave it at 1 for greedy rollouts")
     scaled = logits.float() / temperature
     return scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
 
@@ -78,8 +78,8 @@ def grpo_loss(
     truncated importance sampling (Ionides 2008); min(r, C), which binds only where A < 0 and the clip does not,
     dual-clip PPO (Ye et al. 2020).
 
-    Computed in float32, or float64 if that comes in. Raises AdapterError for shapes that differ, bounds that contradict, and weights
-    without `proximal_logprobs`.
+    Computed in float32, or float64 if that comes in. Raises AdapterError for shapes that differ, bounds that contradict,
+    and weights without `proximal_logprobs`.
     """
     _check_shapes(logprobs, old_logprobs, mask, advantages, proximal_logprobs, importance_weights)
     if importance_weights is not None and proximal_logprobs is None:

@@ -12,9 +12,9 @@ from trainer_adapters.losses import LossMetrics, at_least_float32, grpo_loss
 class ValueHead(nn.Module):
     """The critic: from hidden states [B, T, hidden_size] of the policy's last layer to values [B, T] float32.
 
-    A linear layer in float32, under autocast too, that begins at 0, so that untrained values are those of a run without a critic. Columns
-    [:, :-1] of the values line up with a `RolloutBatch`'s targets. It is no part of the policy and is not published: keep
-    it outside the model that the engine knows.
+    A linear layer in float32, under autocast too, that begins at 0, so that untrained values are those of a run without a
+    critic. Columns [:, :-1] of the values line up with a `RolloutBatch`'s targets. It is no part of the policy and is not
+    published: keep it outside the model that the engine knows.
     """
 
     def __init__(self, hidden_size: int) -> None:

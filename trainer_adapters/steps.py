@@ -12,8 +12,8 @@ def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def was_left_out(optimizer: Optimizer) -> bool:
-    """In a post hook of its step: whether the step changed nothing. Of most optimizers GradScaler leaves out the whole call when
-    fp16 gradients overflow; a fused one is called all the same, with `found_inf` (a scalar tensor, not 0) to look at."""
+    """In a post hook of its step: whether the step changed nothing. Of most optimizers GradScaler leaves out the whole call
+    when fp16 gradients overflow; a fused one is called all the same, with `found_inf` (a scalar tensor, not 0) to look at."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
 

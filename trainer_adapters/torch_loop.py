@@ -19,9 +19,9 @@ class SyncOnStep:
         with SyncOnStep(weight_sync, PolicyView(model), optimizer):
             ...train...
 
-    A step that is left out (by accelerate, which accumulates; after an fp16 overflow) is not a real step: it publishes nothing
-    and is not counted. A loop that goes on from a checkpoint begins with a publish too, as the next version: versions only grow. A
-    publish that fails raises out of the `with` or of `step()`. At exit the hook is removed.
+    A step that is left out (by accelerate, which accumulates; after an fp16 overflow) is not a real step: it publishes
+    nothing and is not counted. A loop that goes on from a checkpoint begins with a publish too, as the next version:
+    versions only grow. A publish that fails raises out of the `with` or of `step()`. At exit the hook is removed.
     """
 
     def __init__(
