@@ -1,7 +1,7 @@
 """The demo's job on a fleet: Ray workers generate, this process trains, and its weights reach them while they generate.
 
-    python examples/fleet_grpo.py                   # two workers; SmolLM2-135M-Instruct learns one-digit products
-    python examples/fleet_grpo.py --workers 0       # the same loop over one engine in this process
+    python examples/fleet_grpo.py                # two workers; SmolLM2-135M-Instruct learns one-digit products
+    python examples/fleet_grpo.py --workers 0    # the same loop over one engine in this process
 
 Each worker hosts an engine with weights of its own. The controller keeps all of them busy: it admits prompts as far ahead
 as `max_staleness` lets it, has each finished rollout rewarded beside generation, and hands out a batch of complete groups as
