@@ -115,11 +115,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--task", default=DEFAULT_TASK, choices=TASKS, help=f"default {DEFAULT_TASK}")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps, each a live update (default 12)")
     parser.add_argument("--prompts-per-step", type=int, default=4, help="groups in a step (default 4)")
-    parser.add_argument("--group-size", type=int, default=8, help="rollouts of a prompt (default 8)")
+    parser.add_argument("--group-size", type=int, default=8, help="rollouts of a prompt, at least 2 (default 8)")
     parser.add_argument("--max-new-tokens", type=int, default=24, help="upper bound on a response (default 24)")
     parser.add_argument("--lr", type=float, default=2e-5, help="AdamW's learning rate (default 2e-5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions (default 0)")
-    return parser.parse_args(argv)
+    parser.add_argument("--seed", type=int, default=0, help="of the questions and sampling (default 0)")
+    args = parser.parse_args(argv)
+    if args.group_size < 2:  # the deviation of a single reward is NaN, and so would all weights be
+        parser.error(f"argument --group-size: must be at least 2, got {args.group_size}")
+    return args
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=24, help="upper bound on a response (default 24)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling (default 1)")
     parser.add_argument("--lr", type=float, default=2e-5, help="AdamW's learning rate (default 2e-5)")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and training (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and training (default 0)")
     parser.add_argument("--out", type=Path, default=Path("runs/trl-grpo"), help="TRL's output folder")
     return parser.parse_args(argv)
 

@@ -81,6 +81,13 @@ def test_the_loop_by_hand_updates_the_engine_at_each_step(
     assert max(staleness) <= 1
 
 
+def test_the_loop_by_hand_refuses_a_group_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        grpo_by_hand.main(["--group-size", "1"])
+    assert exit_info.value.code == 2
+    assert "--group-size: must be at least 2, got 1" in capsys.readouterr().err
+
+
 def test_ppo_publishes_once_a_batch_however_many_steps_it_takes(model_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ("--max-new-tokens", "8", "--epochs", "2", "--minibatch", "8", "--out", str(out))
