@@ -1,6 +1,6 @@
 """The loop of `grpo.py` with everything visible: no losses, batches or run folders from the library, only an engine.
 
-    python examples/grpo_by_hand.py    # SmolLM2-135M-Instruct learns one-digit products; about five minutes on two cores
+    python examples/grpo_by_hand.py    # SmolLM2-135M-Instruct learns one-digit products; about four minutes on two cores
 
 Read `train` from top to bottom. Each group that has been trained on makes room for a new prompt, so the engine generates the
 next step's rollouts meanwhile; the latest of them are in flight when the optimizer steps inside `engine.update()`, and go on

@@ -1,6 +1,6 @@
 """GRPO that trains LoRA adapters (PEFT) only, on an engine that knows nothing of adapters.
 
-    python examples/lora.py    # adapters on SmolLM2-135M-Instruct learn one-digit products; about five minutes on two cores
+    python examples/lora.py    # adapters on SmolLM2-135M-Instruct learn one-digit products; about four minutes on two cores
 
 The engine has weights of its own, as plain as the model was. `PolicyView` offers it each base weight with the adapter added,
 W + scale * B @ A, computed on the way: the trainer's base weights are only read, so a thousand publishes leave them as
