@@ -18,9 +18,6 @@ from rollout.fleet.rollout_log import RolloutLog
 from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
 from rollsync_cli.errors import RunFolderError
 from rollsync_cli.pictures import MAX_BYTES, SIGNATURE
-from rollsync_cli.report import MAX_TEXT, MAX_TEXTS, render, write_report
-
-
 from rollsync_cli.report import MAX_STEP_ROWS, MAX_TEXT, MAX_TEXTS, render, write_report
 from rollsync_cli.run_files import read_run
 from rollsync_cli.strips import Bar, Strip
