@@ -14,7 +14,8 @@ RolloutError
 │   └── WorkerBusyError                     it holds as many requests and unread results as it may
 ├── RolloutStalledError                     a fleet makes no progress; carries the `status()` that says who waits for what
 ├── StaleRolloutsError                      groups became too old, and `on_stale="raise"` was asked for
-└── PromptsExhaustedError                   every prompt has been handed out and acknowledged
+├── PromptsExhaustedError                   every prompt has been handed out and acknowledged
+└── MissingDependencyError (also ImportError)   this part needs a package that is not installed; names the remedy
 """
 
 from collections.abc import Mapping
@@ -93,3 +94,8 @@ class StaleRolloutsError(RolloutError):
 class PromptsExhaustedError(RolloutError):
     """There is no next batch: every prompt has been trained on, or has ended otherwise. More epochs are
     `RolloutConfig(num_epochs=...)`."""
+
+
+class MissingDependencyError(RolloutError, ImportError):
+    """What was asked for needs a package that the rest does without, and which is not installed here. The message names
+    it and how to install it."""

@@ -16,6 +16,7 @@ from rollout.errors import InvalidRequestError
 if TYPE_CHECKING:
     from ray.util.scheduling_strategies import SchedulingStrategyT
 
+NEEDS_RAY = 'workers in other processes run on Ray, which is not installed here: pip install "ray[default]"'
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rollout import RolloutController, RolloutGroup
+from rollout import MissingDependencyError, RolloutController, RolloutGroup
 from sync import Source, SyncReport, WeightSync
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.publishing import targets_of
@@ -170,8 +170,12 @@ def shares(groups: Sequence[RolloutGroup], count: int) -> list[list[RolloutGroup
 
 def _saved_state() -> Mapping[str, Any] | None:
     """That of the checkpoint that this run goes on from."""
-    import ray.train
-
+    try:
+        import ray.train
+    except ImportError as error:
+        raise MissingDependencyError(
+            f'a train loop runs in Ray Train, which cannot be imported here: pip install "rollsync[train]" ({error})'
+        ) from error
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return None

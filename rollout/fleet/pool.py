@@ -9,12 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from rollout.errors import InvalidRequestError, RolloutError, WorkerUnreachableError
+from rollout.errors import InvalidRequestError, MissingDependencyError, RolloutError, WorkerUnreachableError
 from rollout.worker import Worker, WorkerConfig
+from rollout.worker_config import NEEDS_RAY
+
+try:
+    import ray
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(NEEDS_RAY) from error
 
 log = logging.getLogger("rollsync")
 

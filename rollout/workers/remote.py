@@ -17,13 +17,17 @@ from functools import partial
 from typing import Any
 
 import psutil
-import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rollout.errors import RolloutError, WorkerDiedError, WorkerUnreachableError
-from rollout.worker_config import WorkerConfig
+from rollout.errors import MissingDependencyError, RolloutError, WorkerDiedError, WorkerUnreachableError
+from rollout.worker_config import NEEDS_RAY, WorkerConfig
 from rollout.workers.host import WorkerHost
 from rollout.workers.wire import Report
+
+try:
+    import ray
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(NEEDS_RAY) from error
 
 GROUPS = {
     "open": "life",
