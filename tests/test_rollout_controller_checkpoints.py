@@ -194,6 +194,15 @@ def test_a_new_run_labels_its_tokens_above_the_highest_version_ever_published(tm
         assert min(r.min_version or 0 for r in controller.next_batch(timeout_s=500).rollouts) == 4
 
 
+def test_the_versions_file_has_a_version_that_came_just_before_the_stop(tmp_path: Path) -> None:
+    path = tmp_path / "versions.json"
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config(versions_file=path)) as controller:
+        controller.next_batch(timeout_s=500).acknowledge()
+        fleet.publish()
+    assert json.loads(path.read_text()) == {"highest_version": 1}
+
+
 def test_a_checkpoints_weights_are_the_next_version_once_a_batch_of_this_one_was_trained_on() -> None:
     fleet = a_fleet()
     with fleet.controller(PROMPTS, reward, config=a_config(max_staleness=2)) as controller:

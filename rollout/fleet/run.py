@@ -122,9 +122,13 @@ class FleetRun:
             self.loop.stop(timeout_s)
             self.coordinator.fail(EngineStateError(STOPPED))
             self.questions.close(STOPPED)
-        self._release(timeout_s)
-        if was_running:
-            self.loop.join(timeout_s)
+        try:
+            if was_running:
+                self.highest.saw(self.coordinator.look())  # a publish may have come since the last turn
+        finally:
+            self._release(timeout_s)
+            if was_running:
+                self.loop.join(timeout_s)
 
     def show(self, lease: Lease) -> None:
         """A batch has been handed out: the live line says so."""
