@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, reward
@@ -15,6 +16,7 @@ from rollout import (
     RolloutController,
     RolloutStalledError,
 )
+from rollout.batches.lease import Lease
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
 
 
@@ -108,14 +110,55 @@ def test_work_that_no_worker_ever_takes_is_a_stall() -> None:
     assert "may hold no more" in caught.value.status["workers"]["w0"]["reason"]
 
 
-def test_a_fleet_without_workers_says_so_and_goes_on_with_another() -> None:
+def test_a_fleet_without_workers_says_so_at_once_and_goes_on_with_another() -> None:
     fleet = a_fleet(1)
-    with fleet.controller(PROMPTS, reward, config=a_config(pause_stall_s=50)) as controller:
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
         controller.remove_worker("w0")
-        with pytest.raises(RolloutStalledError) as caught:
-            controller.next_batch(timeout_s=100)
+        with pytest.raises(RolloutStalledError, match="no worker is left") as caught:
+            controller.next_batch(timeout_s=10_000)
         assert "the fleet has no workers; controller.add_worker()" in caught.value.status["waits_for"][0]
+        for wait in (lambda: controller.evaluate([[4, 5]], timeout_s=10_000), lambda: controller.drain(10_000)):
+            with pytest.raises(RolloutStalledError, match="no worker is left"):
+                wait()
+        assert fleet.loop.now() < 60, "nobody waits for who cannot come"
+        controller.resume()
         controller.add_worker()
+        assert len(controller.next_batch(timeout_s=1000)) == 4
+
+
+def test_when_the_last_worker_that_lives_is_removed_nobody_waits_for_the_dead() -> None:
+    fleet = a_fleet(2, faults=Faults(deaths={"w0": (0.2,)}))
+    with fleet.controller(PROMPTS, reward, config=a_config(worker_restarts=0)) as controller:
+        fleet.loop.advance(0.5)
+        controller.remove_worker("w1")
+        with pytest.raises(RolloutStalledError, match="no worker is left") as caught:
+            controller.next_batch(timeout_s=10_000)
+        assert fleet.loop.now() < 60
+        assert caught.value.status["workers"]["w0"]["state"] == "dead"
+        controller.add_worker()
+        assert len(controller.next_batch(timeout_s=1000)) == 4
+
+
+def test_what_is_there_is_handed_out_although_no_worker_is_left() -> None:
+    fleet = a_fleet(4)
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        fleet.loop.advance(200.0)
+        for worker_id in list(fleet.workers):
+            controller.remove_worker(worker_id)
+        batch: Future[Lease] = Future()
+        controller._coordinator.next_batch(batch)
+        controller._coordinator._tick()  # as it may come in real time, before the turn in which batches are handed out
+        fleet.loop.advance(1.0)
+        assert len(batch.result(timeout=0)) == 4
+
+
+def test_rewards_that_are_still_to_come_are_waited_for_although_no_worker_is_left() -> None:
+    fleet = a_fleet(4)
+    config = a_config(reward_stall_s=1000)
+    with fleet.controller(PROMPTS[:4], reward, config=config, reward_delay_s=300.0) as controller:
+        fleet.loop.advance(100.0)
+        for worker_id in list(fleet.workers):
+            controller.remove_worker(worker_id)
         assert len(controller.next_batch(timeout_s=1000)) == 4
 
 

@@ -1,11 +1,12 @@
 """The real controller over simulated fleets that die, stand still and err: nobody lost, nobody doubled."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, check_rollouts, number_of, reward
 
-from rollout import InvalidRequestError, Rollout, WorkerDiedError
+from rollout import InvalidRequestError, Rollout, SamplingParams, WorkerDiedError
 from rollout.batches.lease import Lease
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
 from rollout.workers.wire import WorkerState
@@ -133,6 +134,37 @@ def test_when_no_worker_is_left_next_batch_says_so() -> None:
         pytest.raises(WorkerDiedError, match="no worker is left"),
     ):
         controller.next_batch(timeout_s=100)
+
+
+def test_a_worker_whose_death_is_not_told_yet_is_not_counted_out() -> None:
+    fleet = a_fleet(2, lengths=ConstantLengths(tokens=600), faults=Faults(deaths={"w0": (1.0, 21.0)}), restart_s=5.0)
+    with fleet.controller(PROMPTS[:8], reward, config=a_config(worker_restarts=1)) as controller:
+        other = fleet.workers["w1"]
+        assert other.listener is not None
+        fleet.loop.call_later(19.0, lambda: other.die(tell=False))  # its state says so from now on
+        fleet.loop.call_later(22.0, partial(other.listener.died, WorkerDiedError("its poll says so now")))
+        records = SimulatedTrainer(controller, fleet, step_s=1.0, on_batch=check_rollouts).run(10)
+        assert fleet.loop.now() > 22.0
+        assert sum(len(record.group_ids) for record in records) == 8
+        states = {name: worker["state"] for name, worker in controller.status()["workers"].items()}
+    assert states == {"w0": "dead", "w1": "healthy"}
+
+
+def test_a_worker_that_dies_again_and_again_is_replaced_after_ever_longer_waits() -> None:
+    deaths = (*range(1, 22), 300)
+    fleet = a_fleet(2, lengths=ConstantLengths(tokens=2000), faults=Faults(deaths={"w0": deaths}), restart_s=0.1)
+    config = a_config(sampling=SamplingParams(max_new_tokens=2000), max_infra_retries=50)
+    with fleet.controller(PROMPTS, reward, config=config) as controller:
+
+        def incarnation_at(seconds: float) -> int:
+            fleet.loop.advance(seconds - fleet.loop.now())
+            return controller.status()["workers"]["w0"]["incarnation"]
+
+        # dead at 1, 2, 4, 7, 12 and 21; back after nothing, then 1, 2, 4, 8 and 16 seconds, and the restart itself
+        assert [incarnation_at(at) for at in (1.5, 2.5, 3.5, 20.0, 36.0, 38.0)] == [1, 1, 2, 4, 5, 6]
+        SimulatedTrainer(controller, fleet, step_s=1.0).run(3)
+        assert fleet.loop.now() < 300
+        assert incarnation_at(300.5) == 7, "what it gave in between ends the row"
 
 
 def test_workers_come_and_go_while_it_runs() -> None:

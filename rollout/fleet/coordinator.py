@@ -162,12 +162,15 @@ class Coordinator:
     def fail(self, error: BaseException) -> None:
         """Nothing goes on; whoever waits gets the error."""
         self.fatal = self.fatal or error
-        self.handout.refuse_all(self.fatal)
-        self.evaluations.fail(self.fatal)
+        self._refuse_all(self.fatal)
+
+    def _refuse_all(self, error: BaseException) -> None:
+        self.handout.refuse_all(error)
+        self.evaluations.fail(error)
         drained, self._drained = self._drained, []
         for future in drained:
             if future.set_running_or_notify_cancel():
-                future.set_exception(self.fatal)
+                future.set_exception(error)
 
     def status(self) -> Status:
         """Who waits for what."""
@@ -217,6 +220,8 @@ class Coordinator:
             if taken is not None:
                 self.judge.judge(*taken)
         if results:
+            if seat is not None:
+                seat.num_deaths = 0
             self.roster.touch(worker_id)
             self.supervisor.saw_progress()
         self.changed()
@@ -244,6 +249,7 @@ class Coordinator:
         if seat is None or seat.is_lost:
             return
         self.metrics.num_worker_deaths += 1
+        seat.num_deaths += 1
         seat.is_lost = True
         for sample in self.collection.ledger.running_on(worker_id):
             if sample.worker_id is not None:  # else its group was dropped with the sample before it
@@ -264,15 +270,23 @@ class Coordinator:
         if seat.num_restarts < self.config.worker_restarts:
             seat.num_restarts += 1
             seat.state = WorkerState.RESTARTING
-            seat.link.restart(self.version)
+            wait_s = self.supervisor.restart_wait_s(seat)
+            if wait_s:
+                self.loop.call_later(wait_s, partial(self._restart, seat))
+            else:
+                self._restart(seat)
         else:
             seat.state = WorkerState.DEAD
-            if all(other.state is WorkerState.DEAD for other in self.roster.seats.values()):
+            if self.roster.is_deserted:
                 failure = WorkerDiedError(f"no worker is left; the last one, {seat.worker_id}: {error}")
                 failure.__cause__ = error
                 self.fail(failure)
         self.roster.touch(seat.worker_id)
         self.changed()
+
+    def _restart(self, seat: Seat) -> None:
+        if self.roster.seats.get(seat.worker_id) is seat:  # else it was removed meanwhile
+            seat.link.restart(self.version)
 
     def on_restarted(self, worker_id: str) -> None:
         """It serves again once it holds the fleet's version."""
@@ -390,9 +404,12 @@ class Coordinator:
         for worker_id, error in self.supervisor.tick():
             self.on_lost(worker_id, error)
         why = self.stalled()
-        if why is not None and self.handout.num_waiting:
-            self.handout.refuse_all(RolloutStalledError(why, self.status()))
-            self._was_told = True
+        if why is not None and not self._turn_is_due:  # whoever has just asked may get what is there
+            if self.roster.is_deserted:
+                self._refuse_all(RolloutStalledError(why, self.status()))
+            elif self.handout.num_waiting:
+                self.handout.refuse_all(RolloutStalledError(why, self.status()))
+                self._was_told = True
         self.changed()
         self.loop.call_later(self.loop.tick_s, self._tick)
 

@@ -14,6 +14,9 @@ from rollout.workers.wire import WorkerState
 
 BUSY_S = 0.25
 """How long a worker that refused an item is left alone."""
+RESTART_WAIT_S = 1.0
+"""How long a worker that died again, with no result in between, stays dead; twice as long after each further death."""
+LONGEST_RESTART_WAIT_S = 30.0
 
 
 class Supervisor:
@@ -98,6 +101,12 @@ class Supervisor:
             seat.reason = reason
             self._loop.call_later(BUSY_S, self._changed)
 
+    def restart_wait_s(self, seat: Seat) -> float:
+        """How long a worker that died is to stay dead: not at all after the first of several deaths in a row."""
+        if seat.num_deaths < 2:
+            return 0.0
+        return min(RESTART_WAIT_S * 2.0 ** (seat.num_deaths - 2), LONGEST_RESTART_WAIT_S)
+
     def saw_version(self, version: int) -> None:
         """Somebody holds it."""
         self.newest_version = max(self.newest_version, version)
@@ -121,6 +130,7 @@ class Supervisor:
             num_rewarding=self._collection.ledger.num_samples(SampleState.REWARDING),
             num_barren=self._collection.num_barren,
             last_failure=self._collection.last_failure,
+            is_deserted=self._roster.is_deserted,
         )
 
     def _take_snapshots(self) -> None:

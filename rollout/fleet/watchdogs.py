@@ -1,4 +1,4 @@
-"""When a fleet that looks alive is not: four conditions, each with a limit, each with a reason to read."""
+"""When a fleet that looks alive is not: each condition has a reason to read, and all but the first a limit."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,11 @@ class Signs:
 
 def stall(
     signs: Signs, config: RolloutConfig, *, now: float, num_running: int, num_queued: int, num_rewarding: int,
-    num_barren: int, last_failure: str | None,
+    num_barren: int, last_failure: str | None, is_deserted: bool,
 ) -> str | None:  # fmt: skip
     """What is wrong, in a sentence that names the limit; None if nothing is."""
+    if is_deserted and not num_rewarding:
+        return "no worker is left: all have been removed or have died too often; controller.add_worker() brings one"
     barren_limit = barren_limit_of(config)
     if num_barren >= barren_limit:
         because = f"; the last failure: {last_failure}" if last_failure else ""
