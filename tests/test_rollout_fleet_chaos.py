@@ -52,7 +52,8 @@ def a_config(noise: random.Random) -> RolloutConfig:
         max_groups_without_output=10**6,
         worker_restarts=10**6,
         suspect_limit_s=20.0,
-        pause_stall_s=1e6,
+        # a worker that dies again before anybody sees a token of it comes back ever later
+        **dict.fromkeys(("no_progress_s", "reward_stall_s", "pause_stall_s"), 1e6),
         snapshot_every_s=noise.choice([None, 2.0, 10.0]),
         shuffle=noise.random() < 0.5,
         seed=noise.randrange(1000),

@@ -298,6 +298,9 @@ class Coordinator:
 
     def on_snapshot(self, worker_id: str, rollouts: Sequence[Rollout]) -> None:
         """What its samples have so far."""
+        seat = self.roster.seats.get(worker_id)
+        if seat is not None and any(rollout.token_ids for rollout in rollouts):
+            seat.num_deaths = 0
         for rollout in rollouts:
             # nobody who is behind it may go on from it
             self.supervisor.saw_version(rollout.max_version or 0)

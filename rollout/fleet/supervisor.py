@@ -15,8 +15,8 @@ from rollout.workers.wire import WorkerState
 BUSY_S = 0.25
 """How long a worker that refused an item is left alone."""
 RESTART_WAIT_S = 1.0
-"""How long a worker that died again, with no result in between, stays dead; twice as long after each further death."""
-LONGEST_RESTART_WAIT_S = 30.0
+"""How long a worker that died again, with no token in between, stays dead; twice as long after each further death."""
+LONGEST_RESTART_WAIT_S = 10.0
 
 
 class Supervisor:
@@ -45,7 +45,8 @@ class Supervisor:
         self._snapshot_at = now
 
     def tick(self) -> list[tuple[str, RolloutError]]:
-        """Looks at everything. Returns the workers that have stood still for too long, with what is to be said of them."""
+        """Looks at everything. Returns the workers that are dead, or have stood still for too long, and what is to be said of
+        them."""
         now = self._loop.now()
         self.look_at_all()
         every = self._config.snapshot_every_s
@@ -57,7 +58,7 @@ class Supervisor:
             self._signs.progress_at = now
         if not ledger.num_samples(SampleState.REWARDING):
             self._signs.reward_at = now
-        return self._standing_still(now)
+        return [*self._dead(), *self._standing_still(now)]
 
     def look_at_all(self) -> None:
         """Every worker."""
@@ -85,6 +86,7 @@ class Supervisor:
             seat.reason = f"its engine is {health.engine.state}"
         if health.engine is not None:
             if health.engine.generated_tokens > seat.num_tokens:
+                seat.num_deaths = 0
                 self.saw_progress()
             seat.num_tokens, seat.tokens_per_s = health.engine.generated_tokens, health.engine.tokens_per_s
         if self._roster.serves(seat, self.newest_version):
@@ -137,6 +139,11 @@ class Supervisor:
         for seat in self._roster.seats.values():
             if seat.state is WorkerState.HEALTHY and self._collection.ledger.num_running_on(seat.worker_id):
                 seat.link.snapshot()
+
+    def _dead(self) -> list[tuple[str, RolloutError]]:
+        # one whose process lives and whose engine does not answers its polls, and so says nothing of it by itself
+        seats = [s for s in self._roster.seats.values() if s.state is WorkerState.DEAD and not s.is_lost]
+        return [(seat.worker_id, WorkerDiedError(f"{seat.worker_id} is dead: {seat.reason}")) for seat in seats]
 
     def _standing_still(self, now: float) -> list[tuple[str, RolloutError]]:
         limit = self._config.suspect_limit_s

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from rollout.engine import GenerationEngine
 from rollout.errors import (
-    EngineStateError,
     InvalidRequestError,
     RolloutError,
     WorkerBusyError,
@@ -27,8 +26,9 @@ from rollout.errors import (
 )
 from rollout.requests.delivery import RolloutFuture
 from rollout.status import EngineState
-from rollout.types import FinishReason, Rollout
+from rollout.types import Rollout
 from rollout.worker_config import WorkerConfig, call_factory, is_factory
+from rollout.workers.revival import EngineRevival
 from rollout.workers.start_item import start_item
 from rollout.workers.wire import Batch, Finished, Kept, Parcel, Refusal, Report, WorkerState, from_parcel, pack
 
@@ -51,15 +51,13 @@ class WorkerHost:
         self._results: deque[_Result] = deque()
         self._numbers = itertools.count(1)
         self._outstanding = 0
-        self._engine_deaths = 0  # in a row
         self._closed = False
-        self._is_reviving = False
-        self._reviving = threading.Lock()
         self._keeper = threading.Thread(target=self._keep, name="rollsync-keeper", daemon=True)
 
     def open(self) -> None:
         """Loads the model and starts the engine. InvalidRequestError for what cannot work."""
         self._engine = load_engine(self._config)
+        self._revival = EngineRevival(self._engine, self._config.max_engine_restarts, name=self._worker_id)
         self._engine.start()
         self._keeper.start()
 
@@ -206,8 +204,7 @@ class WorkerHost:
         rollout = future.result()
         with self._changed:
             held.futures = [other for other in held.futures if other is not future]
-            if rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._engine_deaths = 0
+            self._revival.saw(rollout)
             self._results.append(_Result(next(self._numbers), key, self._kept(held, rollout)))
             self._changed.notify_all()
 
@@ -226,7 +223,7 @@ class WorkerHost:
 
     def _state(self, engine: EngineState, version: int) -> WorkerState:
         if engine == EngineState.DEAD and not self._closed:
-            return WorkerState.RESTARTING if self._is_reviving or self._can_revive() else WorkerState.DEAD
+            return WorkerState.DEAD if self._revival.is_over else WorkerState.RESTARTING
         if engine == EngineState.FENCED or (engine == EngineState.RUNNING and version < self._floor):
             return WorkerState.STALE
         return WorkerState.HEALTHY if engine == EngineState.RUNNING else WorkerState.DEAD
@@ -235,30 +232,17 @@ class WorkerHost:
         """The keeper's thread: brings the engine back when its loop has died."""
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._closed or self._can_revive(), PULSE_S) and self._closed:
+                if self._changed.wait_for(lambda: self._closed or self._revival.is_due, PULSE_S) and self._closed:
                     return
             self._revive()
 
-    def _can_revive(self) -> bool:
-        return self._engine.state == EngineState.DEAD and self._engine_deaths < self._config.max_engine_restarts
-
     def _revive(self) -> None:
-        with self._reviving:
+        with self._changed:
+            if self._closed:
+                return
+        if self._revival.revive():
             with self._changed:
-                if self._closed or not self._can_revive():
-                    return
-                self._engine_deaths += 1
-                self._is_reviving = True
-            try:
-                self._engine.restart()
-            except (EngineStateError, InvalidRequestError):
-                log.exception("worker %s could not restart its engine", self._worker_id)
-            else:
-                log.warning("worker %s restarted its engine, whose loop had died", self._worker_id)
-            finally:
-                with self._changed:
-                    self._is_reviving = False
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
 
 def load_engine(config: WorkerConfig) -> GenerationEngine:

@@ -11,6 +11,7 @@ from rollout.engine import GenerationEngine
 from rollout.errors import EngineStateError, RolloutError, WorkerDiedError
 from rollout.status import EngineState, EngineStats
 from rollout.types import Rollout
+from rollout.workers.revival import EngineRevival
 from rollout.workers.start_item import start_item
 from rollout.workers.wire import Finished, Refusal, WorkerState, WorkItem
 
@@ -39,10 +40,10 @@ class LocalWorker:
     comes back as it was (ERROR, with what it had)."""
 
     def __init__(self, engine: GenerationEngine, *, worker_id: str = "local", max_engine_restarts: int = 3) -> None:
+        """`max_engine_restarts`: see `WorkerConfig`."""
         self.engine = engine
         self._worker_id = worker_id
-        self._max_engine_restarts = max_engine_restarts
-        self._num_engine_restarts = 0
+        self._revival = EngineRevival(engine, max_engine_restarts, name=worker_id)
         self._serve_from = 0
         self._condition = threading.Condition()
         self._results: deque[Finished] = deque()
@@ -101,7 +102,7 @@ class LocalWorker:
         state = STATES.get(stats.state, WorkerState.DEAD)
         if state is WorkerState.HEALTHY and stats.version < self._serve_from:
             state = WorkerState.STALE
-        if state is WorkerState.RESTARTING and self._num_engine_restarts >= self._max_engine_restarts:
+        if self._revival.is_over:
             state = WorkerState.DEAD
         return LocalHealth(state=state, incarnation=0, version=stats.version, engine=stats, reason=None)
 
@@ -126,21 +127,17 @@ class LocalWorker:
             future.add_done_callback(lambda future: self._finish(item, future.result()))
 
     def _finish(self, item: WorkItem, rollout: Rollout) -> None:
+        self._revival.saw(rollout)
         rollout = replace(rollout, attempt=item.attempt, worker_id=self.worker_id)
         with self._condition:
             self._results.append(Finished(rollout=rollout, attempt=item.attempt, incarnation=0))
             self._condition.notify_all()
 
     def _revive(self) -> None:
-        state = self.engine.state
-        if state is EngineState.STOPPED:
+        if self.engine.state is EngineState.STOPPED:
             raise WorkerDiedError(f"worker {self.worker_id}: its engine was stopped")
-        if state is not EngineState.DEAD:
-            return
-        if self._num_engine_restarts >= self._max_engine_restarts:
-            raise WorkerDiedError(f"worker {self.worker_id}: its engine died {self._num_engine_restarts + 1} times")
-        try:
-            self.engine.restart()
-        except EngineStateError:
-            return  # restarted by somebody else meanwhile, or its thread has not ended: the next call sees
-        self._num_engine_restarts += 1
+        self._revival.revive()
+        if self._revival.is_over:
+            raise WorkerDiedError(
+                f"worker {self.worker_id}: its engine died {self._revival.num_deaths + 1} times in a row"
+            )
