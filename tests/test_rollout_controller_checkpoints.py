@@ -17,6 +17,7 @@ from rollout import (
     RolloutStalledError,
     SamplingParams,
 )
+from rollout.fleet.checkpoint import STATE_FORMAT
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
 
 
@@ -89,7 +90,7 @@ def test_a_run_killed_anywhere_goes_on_and_trains_every_prompt_once(seed: int) -
                     saved = (list(trained), json.dumps(controller.state_dict()))
                 fleet.publish()
                 fleet.loop.advance(noise.random())
-                highest = max(highest, json.loads(saved[1])["highest_version"] if saved[1] else 0)
+                highest = max(highest, (json.loads(saved[1])["highest_version"] or 0) if saved[1] else 0)
     pytest.fail("forty lives were not enough")
 
 
@@ -203,6 +204,19 @@ def test_the_versions_file_has_a_version_that_came_just_before_the_stop(tmp_path
     assert json.loads(path.read_text()) == {"highest_version": 1}
 
 
+def test_a_run_that_published_nothing_has_no_highest_version(tmp_path: Path) -> None:
+    path = tmp_path / "versions.json"
+    fleet = a_fleet()
+    with fleet.controller(PROMPTS, reward, config=a_config(versions_file=path)) as controller:
+        state = controller.state_dict()
+    assert state["highest_version"] is None
+    assert not path.exists()
+    again = fleet.controller(PROMPTS, reward, config=a_config(versions_file=path))
+    again.load_state_dict(state)
+    with again:
+        assert again.next_batch(timeout_s=500).version == 0
+
+
 def test_a_checkpoints_weights_are_the_next_version_once_a_batch_of_this_one_was_trained_on() -> None:
     fleet = a_fleet()
     with fleet.controller(PROMPTS, reward, config=a_config(max_staleness=2)) as controller:
@@ -230,7 +244,7 @@ def test_the_versions_file_makes_its_folder_and_one_that_is_none_is_refused(tmp_
         a_fleet().controller(PROMPTS, config=a_config(versions_file=path))
 
 
-@pytest.mark.parametrize("state", [None, [], "x", {}, {"format": 1}, {"format": 1, "config": {}}])
+@pytest.mark.parametrize("state", [None, [], "x", {}, {"format": 1}, {"format": STATE_FORMAT, "config": {}}])
 def test_what_is_no_checkpoint_is_refused_at_once(state: Any) -> None:
     with pytest.raises(InvalidRequestError, match="state of a RolloutController"):
         a_fleet().controller(PROMPTS, config=a_config()).load_state_dict(state)

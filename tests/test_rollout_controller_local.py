@@ -17,7 +17,7 @@ from rollout.errors import EngineStateError, RolloutStalledError
 from rollout.fleet.local_fleet import LocalFleet
 from rollout.fleet.loop import ThreadLoop
 from rollout.rollout_config import RolloutConfig
-from sync import WeightSync
+from sync import SyncError, WeightSync
 
 PROMPTS = [[2 + n, 3, 4] for n in range(24)]
 
@@ -257,6 +257,19 @@ def test_an_update_that_failed_is_named_as_what_the_next_batch_waits_for() -> No
             pass
         with controller.next_batch(60):
             pass
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_publish_on_the_engines_own_control_thread_is_refused_at_once(wait: bool) -> None:
+    model = tiny_llama()
+    with a_controller(model) as controller, WeightSync(controller) as weight_sync:
+
+        def publish(engine: GenerationEngine) -> None:
+            weight_sync.publish(model, wait=wait)
+
+        error = controller.engine.call(publish).exception(60)
+    assert isinstance(error, SyncError)
+    assert "on its engine's control thread would wait for itself; make it on another thread" in str(error)
 
 
 def test_the_engine_of_this_process_cannot_be_removed() -> None:

@@ -61,8 +61,7 @@ class SampleEntry:
     group: "GroupEntry" = field(repr=False)
     index: int
     state: SampleState = SampleState.QUEUED
-    attempt: int = -1
-    """The newest attempt; -1 before the first."""
+    num_attempts: int = 0
     worker_id: str | None = None
     """Where it runs."""
     incarnation: int = 0
@@ -74,6 +73,12 @@ class SampleEntry:
     def sample_id(self) -> str:
         """Its rollout's id."""
         return f"{self.group.group_id}-{self.index}"
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt, from 0 on; of a sample that was dispatched."""
+        assert self.num_attempts, f"sample {self.sample_id} has not been dispatched yet"
+        return self.num_attempts - 1
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -116,7 +121,7 @@ def entry_state(group: GroupEntry) -> dict[str, Any]:
             {
                 "index": sample.index,
                 "state": str(sample.state),
-                "attempt": sample.attempt,
+                "num_attempts": sample.num_attempts,
                 "incarnation": sample.incarnation,
                 "num_infra_failures": sample.num_infra_failures,
                 "num_data_failures": sample.num_data_failures,
@@ -143,7 +148,7 @@ def entry_from_state(saved: Mapping[str, Any]) -> GroupEntry:
             group=group,
             index=one["index"],
             state=SampleState.QUEUED if state is SampleState.RUNNING else state,
-            attempt=one["attempt"],
+            num_attempts=one["num_attempts"],
             incarnation=one["incarnation"],
             num_infra_failures=one["num_infra_failures"],
             num_data_failures=one["num_data_failures"],

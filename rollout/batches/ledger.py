@@ -79,7 +79,7 @@ class Ledger:
     def dispatch(self, sample: SampleEntry, worker_id: str, incarnation: int) -> int:
         """It goes to a worker; returns the number of the attempt."""
         self._move(sample, SampleState.RUNNING, came_from=SampleState.QUEUED)
-        sample.attempt += 1
+        sample.num_attempts += 1
         sample.worker_id = worker_id
         sample.incarnation = incarnation
         self._by_worker.setdefault(worker_id, {})[sample.group.number, sample.index] = sample
@@ -92,7 +92,7 @@ class Ledger:
         group = self._groups.get(number)
         # a round that expired while it ran has the sample indices of the one that replaced it
         sample = None if group is None or group.round != round else group.samples.get(index)
-        if sample is None or (attempt, incarnation) != (sample.attempt, sample.incarnation):
+        if sample is None or (attempt + 1, incarnation) != (sample.num_attempts, sample.incarnation):
             self.late += 1
             return None
         if sample.state is not SampleState.RUNNING:

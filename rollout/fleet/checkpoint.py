@@ -9,7 +9,7 @@ from typing import Any
 from rollout.errors import InvalidRequestError
 from rollout.fleet.coordinator import Coordinator
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 """What the rollouts that a checkpoint holds are drawn by: one that goes on by another is drawn from no distribution."""
 
@@ -19,8 +19,8 @@ class HighestVersion:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.value = 0
-        """0: none was."""
+        self.value: int | None = None
+        """None: none was."""
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,11 +33,11 @@ class HighestVersion:
     @property
     def next(self) -> int:
         """What the weights of a run that begins now are called."""
-        return self.value + 1 if self.value else 0
+        return 0 if self.value is None else self.value + 1
 
     def saw(self, version: int) -> None:
-        """A version was published."""
-        if version <= self.value:
+        """A version is there. The first weights' own, 0, never was published."""
+        if version <= (self.value or 0):
             return
         self.value = version
         if self._path is not None:
@@ -55,7 +55,7 @@ def save(coordinator: Coordinator, highest: HighestVersion) -> dict[str, Any]:
         "config": fingerprint(coordinator),
         "cursor": coordinator.prompts.cursor,
         "policy_version": coordinator.version + int(owed),
-        "highest_version": max(highest.value, coordinator.version),
+        "highest_version": highest.value,
         "works": coordinator.collection.state_dict(),
     }
 
@@ -79,7 +79,8 @@ def load(coordinator: Coordinator, state: Mapping[str, Any], highest: HighestVer
     numbers = [work["number"] for work in state["works"]["works"]]
     prompts = coordinator.prompts.rewind(state["cursor"], numbers)
     coordinator.collection.load_state_dict(state["works"], prompts, now=coordinator.loop.now())
-    highest.saw(state["highest_version"])
+    if state["highest_version"] is not None:
+        highest.saw(state["highest_version"])
     name = max(highest.next, int(state["policy_version"]))
     coordinator.collection.rewind(state["policy_version"], name)
     coordinator.rescore()

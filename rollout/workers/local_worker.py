@@ -89,7 +89,13 @@ class LocalWorker:
         return missed
 
     def call(self, fn: Callable[..., T], *args: Any) -> "Future[T]":
-        """`fn(engine, *args)` on the engine's control thread."""
+        """`fn(engine, *args)` on the engine's control thread. EngineStateError on that thread itself, where whoever waits for
+        the future, as a publish does, would wait for ever."""
+        if self.engine.is_control_thread:
+            raise EngineStateError(
+                f"a call or publish to worker {self.worker_id} on its engine's control thread would wait for itself; make it "
+                "on another thread"
+            )
         return self.engine.call(fn, *args)
 
     def snapshot(self) -> list[Rollout]:
