@@ -269,7 +269,7 @@ class RolloutController:
         worker = self.fleet.add_worker(self._questions.ask(self._coordinator.look))
         for callback in self._join_callbacks:
             self._call_on_join(worker, callback)
-        self._questions.ask(lambda: self._coordinator.add_worker(worker))
+        self._questions.ask(lambda: self._coordinator.workforce.add_worker(worker))
         return worker.worker_id
 
     def remove_worker(self, worker_id: str, *, timeout_s: float = 60.0) -> None:
@@ -278,9 +278,9 @@ class RolloutController:
         timeout_s = check_limit(timeout_s)
         if isinstance(self.fleet, LocalFleet):
             raise InvalidRequestError("a fleet of num_workers=0 is one engine and cannot lose it; stop the controller")
-        seat = self._questions.ask(lambda: self._coordinator.remove_worker(worker_id, migrate=False))
+        seat = self._questions.ask(lambda: self._coordinator.workforce.remove_worker(worker_id, migrate=False))
         note_snapshots([seat.worker], self._coordinator, self._questions, timeout_s)
-        self._questions.ask(lambda: self._coordinator.remove_worker(worker_id, migrate=True))
+        self._questions.ask(lambda: self._coordinator.workforce.remove_worker(worker_id, migrate=True))
         seat.worker.stop(timeout_s)
 
     def on_join(self, callback: Callable[[FleetTarget], None]) -> None:

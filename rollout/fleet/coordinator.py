@@ -1,36 +1,33 @@
-"""What happens on a controller's loop: results, refusals, deaths, rewards, and the turns in which work goes out.
+"""What happens on a controller's loop: what is asked of it, and the turns in which work goes out and batches are handed out.
 
 Everything here runs on the loop, one callback at a time, and never waits. An event notes what came and asks for a turn; a
 turn does whatever has become possible, oldest first.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 from rollout.batches.collection import Collection, GroupWork
-from rollout.batches.entries import Ending, GroupState, SampleEntry, SampleState
-from rollout.batches.groups import FailureKind, KeepGroup
+from rollout.batches.entries import Ending, GroupState, SampleState
+from rollout.batches.groups import KeepGroup
 from rollout.batches.handout import HandOut
 from rollout.batches.lease import Lease
 from rollout.batches.metrics import RolloutMetrics
 from rollout.batches.prompts import Prompt, Prompts
-from rollout.errors import InvalidRequestError, RolloutStalledError, WorkerDiedError
+from rollout.errors import InvalidRequestError, RolloutStalledError
 from rollout.fleet.admission import Admission, Outbox
 from rollout.fleet.evaluation import Evaluations
 from rollout.fleet.judging import Judge
-from rollout.fleet.protocols import FleetWorker, Loop
+from rollout.fleet.protocols import Loop
 from rollout.fleet.report import Status, status_of
-from rollout.fleet.roster import Roster, Seat
+from rollout.fleet.roster import Roster
 from rollout.fleet.scoring import Scoring
 from rollout.fleet.supervisor import Supervisor
+from rollout.fleet.workforce import Workforce
 from rollout.rollout_config import RolloutConfig
 from rollout.status import UpdateRecord
 from rollout.types import Rollout, SamplingParams
-from rollout.workers.wire import Finished, WorkerState, WorkItem
-
-log = logging.getLogger("rollsync")
 
 
 class Coordinator:
@@ -74,6 +71,18 @@ class Coordinator:
             config,
             changed=self.changed,
             may_be_stale=self._suspected.add,
+        )
+        self.workforce = Workforce(
+            loop,
+            self.roster,
+            self.collection,
+            self.evaluations,
+            self.judge,
+            self.supervisor,
+            self.metrics,
+            config,
+            changed=self.changed,
+            on_extinct=self.fail,
         )
         self.handout = HandOut(self.collection, config, self.metrics, loop.now, self._lease_ends)
         self.version = 0
@@ -176,136 +185,6 @@ class Coordinator:
         """Who waits for what."""
         return status_of(self)
 
-    # --------------------------------------------------------------------------------------------- workers' events
-
-    def add_worker(self, worker: FleetWorker) -> None:
-        """It takes part from now on."""
-        health = worker.health()
-        seat = Seat(
-            worker=worker,
-            link=self.loop.link(worker, self),
-            state=health.state,
-            incarnation=health.incarnation,
-            version=health.version,
-        )
-        self.roster.add(seat)
-        self.supervisor.look_at(seat)
-        self.changed()
-
-    def remove_worker(self, worker_id: str, *, migrate: bool) -> Seat:
-        """It takes nothing more. `migrate`: what it runs goes on elsewhere, and it is out; else it is still in until that
-        has ended."""
-        seat = self.roster.seats.get(worker_id)
-        if seat is None:
-            raise InvalidRequestError(f"no worker {worker_id!r} in the fleet, which has {sorted(self.roster.seats)}")
-        seat.is_leaving = True
-        if migrate:
-            for sample in self.collection.ledger.running_on(worker_id):
-                self.collection.requeue(sample)
-            self.evaluations.lost(worker_id, WorkerDiedError(f"worker {worker_id} was removed"))
-            self.roster.remove(worker_id)
-            seat.link.close()
-        self.changed()
-        return seat
-
-    def on_results(self, worker_id: str, results: Sequence[Finished]) -> None:
-        """Results came, or the worker changed."""
-        seat = self.roster.seats.get(worker_id)
-        if seat is not None and (not results or any((r.rollout.max_version or 0) > self.version for r in results)):
-            self.supervisor.look_at(seat)
-        for finished in results:
-            if self.evaluations.take(finished):
-                continue
-            taken = self.collection.accept(finished)
-            if taken is not None:
-                self.judge.judge(*taken)
-        if results:
-            if seat is not None:
-                seat.num_deaths = 0
-            self.roster.touch(worker_id)
-            self.supervisor.saw_progress()
-        self.changed()
-
-    def on_refused(self, worker_id: str, refused: Sequence[tuple[WorkItem, Exception]]) -> None:
-        """Items that can never work fail; others wait for another worker, or for this one."""
-        for item, error in refused:
-            hopeless = isinstance(error, InvalidRequestError)
-            if not hopeless:
-                self.supervisor.leave_alone(worker_id, str(error))
-            if self.evaluations.refused(item, error):
-                continue
-            for work, sample in self._samples_of(item, worker_id):
-                if not hopeless:
-                    self.collection.requeue(sample)
-                elif sample.worker_id is not None:  # else its group was dropped with the sample before it
-                    self.judge.fail(work, sample, FailureKind.HOPELESS, str(error))
-        self.roster.touch(worker_id)
-        self.changed()
-
-    def on_lost(self, worker_id: str, error: Exception) -> None:
-        """It died: what it ran goes on elsewhere, from the last snapshot of it. A death that is known already is no other:
-        supervisor and link may both notice it."""
-        seat = self.roster.seats.get(worker_id)
-        if seat is None or seat.is_lost:
-            return
-        self.metrics.num_worker_deaths += 1
-        seat.num_deaths += 1
-        seat.is_lost = True
-        for sample in self.collection.ledger.running_on(worker_id):
-            if sample.worker_id is not None:  # else its group was dropped with the sample before it
-                self.judge.fail(self.collection.works[sample.group.number], sample, FailureKind.INFRA, str(error))
-        self.evaluations.lost(worker_id, error)
-        self._replace(seat, error)
-
-    def on_restart_failed(self, worker_id: str, error: Exception) -> None:
-        """Another try, if there is one left."""
-        seat = self.roster.seats.get(worker_id)
-        if seat is not None:
-            self._replace(seat, error)
-
-    def _replace(self, seat: Seat, error: Exception) -> None:
-        log.warning("worker %s is lost: %s", seat.worker_id, error)
-        seat.reason = str(error)
-        seat.tokens_per_s = 0.0
-        if seat.num_restarts < self.config.worker_restarts:
-            seat.num_restarts += 1
-            seat.state = WorkerState.RESTARTING
-            wait_s = self.supervisor.restart_wait_s(seat)
-            if wait_s:
-                self.loop.call_later(wait_s, partial(self._restart, seat))
-            else:
-                self._restart(seat)
-        else:
-            seat.state = WorkerState.DEAD
-            if self.roster.is_deserted:
-                failure = WorkerDiedError(f"no worker is left; the last one, {seat.worker_id}: {error}")
-                failure.__cause__ = error
-                self.fail(failure)
-        self.roster.touch(seat.worker_id)
-        self.changed()
-
-    def _restart(self, seat: Seat) -> None:
-        if self.roster.seats.get(seat.worker_id) is seat:  # else it was removed meanwhile
-            seat.link.restart(self.version)
-
-    def on_restarted(self, worker_id: str) -> None:
-        """It serves again once it holds the fleet's version."""
-        seat = self.roster.seats.get(worker_id)
-        if seat is not None:
-            seat.num_tokens, seat.suspect_since, seat.is_lost = 0, None, False
-            self.supervisor.look_at(seat)
-            self.changed()
-
-    def on_snapshot(self, worker_id: str, rollouts: Sequence[Rollout]) -> None:
-        """What its samples have so far."""
-        seat = self.roster.seats.get(worker_id)
-        if seat is not None and any(rollout.token_ids for rollout in rollouts):
-            seat.num_deaths = 0
-        for rollout in rollouts:
-            # nobody who is behind it may go on from it
-            self.supervisor.saw_version(rollout.max_version or 0)
-            self.collection.note_partial(rollout, worker_id)
-
     # ------------------------------------------------------------------------------------------------------- turns
 
     def changed(self) -> None:
@@ -390,22 +269,11 @@ class Coordinator:
             self.supervisor.saw_progress()
             self.changed()
 
-    # ----------------------------------------------------------------------------------------------------- inside
-
-    def _samples_of(self, item: WorkItem, worker_id: str) -> list[tuple[GroupWork, SampleEntry]]:
-        return [
-            (self.collection.works[sample.group.number], sample)
-            for sample in self.collection.ledger.running_on(worker_id)
-            if sample.group.group_id == item.group_id
-            and sample.attempt == item.attempt
-            and 0 <= sample.index - item.sample_index < item.size
-        ]
-
     # ----------------------------------------------------------------------------------------------------- looking
 
     def _tick(self) -> None:
         for worker_id, error in self.supervisor.tick():
-            self.on_lost(worker_id, error)
+            self.workforce.on_lost(worker_id, error)
         why = self.stalled()
         if why is not None and not self._turn_is_due:  # whoever has just asked may get what is there
             if self.roster.is_deserted:

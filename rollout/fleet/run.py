@@ -139,7 +139,7 @@ class FleetRun:
     def _begin(self, workers: Sequence[FleetWorker]) -> None:
         # in one callback: the first worker alone would get all the work there is
         for worker in workers:
-            self.coordinator.add_worker(worker)
+            self.coordinator.workforce.add_worker(worker)
         self.coordinator.begin()
 
     def _release(self, timeout_s: float) -> None:

@@ -28,4 +28,4 @@ def note_snapshots(
         elif (error := future.exception()) is not None:
             log.warning("no snapshot of worker %s: %s", worker_id, error)
         else:
-            questions.ask(partial(coordinator.on_snapshot, worker_id, future.result()))
+            questions.ask(partial(coordinator.workforce.on_snapshot, worker_id, future.result()))
