@@ -3,8 +3,9 @@
 import json
 
 from rollout import FinishReason, Rollout, SamplingParams, VersionSpan
-from rollout.batches.collection import Collection, GroupWork, parse_sample_id
+from rollout.batches.collection import Collection
 from rollout.batches.entries import Ending
+from rollout.batches.group_work import GroupWork, parse_sample_id
 from rollout.batches.groups import FailureKind, Verdict
 from rollout.batches.prompts import Prompt
 from rollout.rollout_config import RolloutConfig

@@ -3,59 +3,27 @@
 Knows nothing of workers, threads or time; the coordinator tells it what came and sends out what it queues.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from rollout.batches.entries import Ending, GroupEntry, GroupState, SampleEntry, SampleState
+from rollout.batches.group_work import GroupWork, parse_sample_id
 from rollout.batches.groups import (
     FailureKind,
     KeepGroup,
     RolloutGroup,
     Verdict,
-    in_canonical_order,
     is_complete,
     oldest_version,
 )
 from rollout.batches.ledger import Ledger
 from rollout.batches.prompts import Prompt
-from rollout.batches.records import rollout_from_json, rollout_to_json, saveable
 from rollout.batches.rewards import RewardResult
 from rollout.batches.staleness import Timeline
-from rollout.errors import InvalidRequestError
 from rollout.rollout_config import RolloutConfig
 from rollout.types import Rollout
 from rollout.workers.wire import Finished, WorkItem
-
-SAMPLE_ID = re.compile(r"g([0-9]+)(?:r([0-9]+))?-([0-9]+)")
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class GroupWork:
-    """An outstanding group with what there is of its rollouts."""
-
-    entry: GroupEntry
-    prompt: Prompt
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    """Finished ones, by sample index."""
-    partials: dict[int, Rollout] = field(default_factory=dict)
-    """What a sample goes on from in its next attempt."""
-    reward_metadata: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What reward functions have joined to the rollouts' metadata, by sample index."""
-    admitted_at: float = 0.0
-    num_reward_failures: int = 0
-    """Of the group's own reward function."""
-    scored_as: dict[int, int] | None = None
-    """What its reward function was last called for: attempt by sample index."""
-    lease_number: int | None = None
-    """The lease that it was last handed out in."""
-    lease_version: int | None = None
-    """The fleet's version then."""
-
-    def ordered(self) -> tuple[Rollout, ...]:
-        """Its finished rollouts, by sample index."""
-        return in_canonical_order(self.rollouts.values())
 
 
 class Collection:
@@ -264,18 +232,7 @@ class Collection:
         return {
             "ledger": self.ledger.state_dict(),
             "rewinds": [list(rewind) for rewind in self.timeline.rewinds],
-            "works": [
-                {
-                    "number": work.entry.number,
-                    "prompt_ids": work.prompt.prompt_ids,
-                    "rollouts": [rollout_to_json(rollout) for rollout in work.ordered()],
-                    "reward_metadata": {
-                        str(index): saveable(told) for index, told in sorted(work.reward_metadata.items())
-                    },
-                    "partials": [rollout_to_json(partial) for _, partial in sorted(work.partials.items())],
-                }
-                for _, work in sorted(self.works.items())
-            ],
+            "works": [work.to_json() for _, work in sorted(self.works.items())],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], prompts: Mapping[int, Prompt], *, now: float) -> None:
@@ -283,23 +240,10 @@ class Collection:
         works: dict[int, GroupWork] = {}
         ledger = Ledger.from_state_dict(state["ledger"])
         for saved in state["works"]:
-            prompt = prompts[saved["number"]]
-            if prompt.prompt_ids != saved["prompt_ids"]:
-                raise InvalidRequestError(
-                    f"prompt {prompt.number} is not what it was when the checkpoint was made; pass the same prompts, "
-                    "tokenizer, seed and shuffle"
-                )
-            entry = ledger.group(prompt.number)
+            number = saved["number"]
+            entry = ledger.group(number)
             assert entry is not None
-            work = GroupWork(entry=entry, prompt=prompt, admitted_at=now)
-            work.reward_metadata = {int(index): told for index, told in saved["reward_metadata"].items()}
-            for one in saved["rollouts"]:
-                index = one["sample_index"]
-                metadata = {**prompt.metadata, **work.reward_metadata.get(index, {})}
-                work.rollouts[index] = rollout_from_json(one, metadata)
-            for one in saved["partials"]:
-                work.partials[one["sample_index"]] = rollout_from_json(one, {})
-            works[prompt.number] = work
+            works[number] = GroupWork.from_json(saved, entry, prompts[number], now=now)
         self.ledger, self.works = ledger, works
         self.timeline = Timeline([(first, shift) for first, shift in state["rewinds"]])
 
@@ -338,12 +282,6 @@ class Collection:
 
     def _note_cancelled(self, samples: Iterable[SampleEntry]) -> None:
         self.cancelled += [(s.worker_id, s.sample_id) for s in samples if s.worker_id is not None]
-
-
-def parse_sample_id(sample_id: str) -> tuple[int, int, int] | None:
-    """(prompt number, round, sample index) of an id that this package made; None for another's."""
-    match = SAMPLE_ID.fullmatch(sample_id)
-    return None if match is None else (int(match[1]), int(match[2] or 0), int(match[3]))
 
 
 def _can_go_on(rollout: Rollout, max_new_tokens: int) -> bool:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from rollout.batches.collection import Collection, GroupWork
+from rollout.batches.collection import Collection
 from rollout.batches.entries import GroupEntry, GroupState, SampleEntry, SampleState
+from rollout.batches.group_work import GroupWork
 from rollout.batches.prompts import Prompts
 from rollout.batches.staleness import Moment, room_in_tokens
 from rollout.fleet.roster import Roster

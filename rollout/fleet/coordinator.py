@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from rollout.batches.collection import Collection, GroupWork
+from rollout.batches.collection import Collection
 from rollout.batches.entries import Ending, GroupState, SampleState
+from rollout.batches.group_work import GroupWork
 from rollout.batches.groups import KeepGroup
 from rollout.batches.handout import HandOut
 from rollout.batches.lease import Lease

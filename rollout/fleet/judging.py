@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from rollout.batches.collection import Collection, GroupWork
+from rollout.batches.collection import Collection
 from rollout.batches.entries import SampleEntry, SampleState
+from rollout.batches.group_work import GroupWork
 from rollout.batches.groups import FailureKind
 from rollout.batches.metrics import RolloutMetrics
 from rollout.batches.rewards import RewardError, RewardResult

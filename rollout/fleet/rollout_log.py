@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 from typing import TextIO
 
-from rollout.batches.collection import GroupWork
 from rollout.batches.entries import Ending
+from rollout.batches.group_work import GroupWork
 from rollout.batches.records import rollout_line
 from rollout.run_log import UPDATES, open_to_append, update_line
 from rollout.status import UpdateRecord

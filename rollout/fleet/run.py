@@ -7,8 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rollout.batches.collection import GroupWork
 from rollout.batches.entries import Ending
+from rollout.batches.group_work import GroupWork
 from rollout.batches.groups import KeepGroup, rewards_differ
 from rollout.batches.lease import Lease
 from rollout.batches.prompts import Prompts, Rows

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rollout.batches.collection import GroupWork
 from rollout.batches.entries import SampleEntry, SampleState
+from rollout.batches.group_work import GroupWork
 from rollout.batches.rewards import (
     GroupRewardFn,
     RewardError,

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rollout.batches.collection import Collection, GroupWork
+from rollout.batches.collection import Collection
 from rollout.batches.entries import SampleEntry
+from rollout.batches.group_work import GroupWork
 from rollout.batches.groups import FailureKind
 from rollout.batches.metrics import RolloutMetrics
 from rollout.errors import InvalidRequestError, WorkerDiedError
