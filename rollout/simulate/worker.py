@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout.errors import (
@@ -18,8 +19,9 @@ from rollout.fleet.protocols import Health
 from rollout.rollout_config import mix
 from rollout.simulate.faults import Faults
 from rollout.simulate.lengths import Lengths
+from rollout.simulate.sample import Commit, SimulatedSample, uniform
 from rollout.status import EngineStats
-from rollout.types import FinishReason, Rollout, VersionSpan
+from rollout.types import FinishReason, Rollout
 from rollout.workers.wire import Finished, Refusal, WorkerState, WorkItem
 
 if TYPE_CHECKING:
@@ -46,20 +48,6 @@ class SimulatedHealth:
     version: int
     engine: EngineStats | None = None
     reason: str | None = None
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Running:
-    """A sample that is being generated, or waits for its turn."""
-
-    request_id: str
-    item: WorkItem
-    sample_index: int
-    length: int
-    before: Rollout | None
-    started_at: float | None = None
-    commit: int = 0  # how many commits there had been when it started
-    is_over: bool = False
 
 
 class SimulatedWorker:
@@ -99,9 +87,9 @@ class SimulatedWorker:
         self._incarnation = 0
         self._version = version
         self._serve_from = 0
-        self._commits: list[tuple[float, int]] = [(loop.now(), version)]  # (when, version)
-        self._waiting: deque[_Running] = deque()
-        self._running: dict[str, _Running] = {}  # started or waiting, by request id
+        self._commits = [Commit(at=loop.now(), version=version)]
+        self._waiting: deque[SimulatedSample] = deque()
+        self._running: dict[str, SimulatedSample] = {}  # started or waiting, by request id
         self._num_started = 0
         self._results: deque[Finished] = deque()
         self._frozen_at: float | None = None
@@ -121,13 +109,16 @@ class SimulatedWorker:
             for number in range(item.size):
                 request_id = f"{item.request_id}-{number}" if item.size > 1 else item.request_id
                 index = item.sample_index + number
-                uniform = _uniform(item.params.seed or 0, index)
-                length = min(self._lengths.length(uniform), item.params.max_new_tokens)
-                running = _Running(
-                    request_id=request_id, item=item, sample_index=index, length=length, before=item.resume_from
+                length = self._lengths.length(uniform(item.params.seed or 0, index))
+                sample = SimulatedSample(
+                    request_id=request_id,
+                    item=item,
+                    sample_index=index,
+                    length=min(length, item.params.max_new_tokens),
+                    before=item.resume_from,
                 )
-                self._running[request_id] = running
-                self._waiting.append(running)
+                self._running[request_id] = sample
+                self._waiting.append(sample)
         self._fill()
         return refusals
 
@@ -139,11 +130,11 @@ class SimulatedWorker:
         self._check_alive()
         missed: list[str] = []
         for request_id in request_ids:
-            running = self._running.get(request_id)
-            if running is None:
+            sample = self._running.get(request_id)
+            if sample is None:
                 missed.append(request_id)
             else:
-                self._end(running, FinishReason.ABORT, None)
+                self._end(sample, FinishReason.ABORT, None)
         return missed
 
     def call(self, fn: Callable[..., T], *args: Any) -> "Future[T]":
@@ -158,7 +149,7 @@ class SimulatedWorker:
 
     def snapshot(self) -> list[Rollout]:
         self._check_alive()
-        return [self._rollout(running, None, None) for running in self._running.values()]
+        return [self._rollout(sample, None, None) for sample in self._running.values()]
 
     def health(self) -> Health:
         state = self._state
@@ -181,7 +172,7 @@ class SimulatedWorker:
         self._state = WorkerState.HEALTHY
         self._serve_from = max(self._serve_from, serve_from_version or 0)
         self._version = 0
-        self._commits = [(self._loop.now(), 0)]
+        self._commits = [Commit(at=self._loop.now(), version=0)]
         for callback in self._on_join:
             callback(self)
 
@@ -197,7 +188,7 @@ class SimulatedWorker:
         if self._state is WorkerState.DEAD or self._frozen_at is not None or version <= self._version:
             return
         self._version = version
-        self._commits.append((self._loop.now(), version))
+        self._commits.append(Commit(at=self._loop.now(), version=version))
         self._hear()
 
     def die(self, reason: str = "killed", *, tell: bool = True) -> None:
@@ -205,8 +196,8 @@ class SimulatedWorker:
         if self._state is WorkerState.DEAD:
             return
         self._state = WorkerState.DEAD
-        for running in self._running.values():
-            running.is_over = True
+        for sample in self._running.values():
+            sample.is_over = True
         self._running.clear()
         self._waiting.clear()
         self._results.clear()
@@ -244,94 +235,56 @@ class SimulatedWorker:
 
     def _fill(self) -> None:
         while self._waiting and self._num_started < self._slots:
-            running = self._waiting.popleft()
-            if running.is_over:
+            sample = self._waiting.popleft()
+            if sample.is_over:
                 continue
             self._num_started += 1
-            running.started_at = self._loop.now() + self._prefill_s
-            running.commit = len(self._commits) - 1
-            had = 0 if running.before is None else len(running.before.token_ids)
+            sample.started_at = self._loop.now() + self._prefill_s
+            sample.first_commit = len(self._commits) - 1
+            had = 0 if sample.before is None else len(sample.before.token_ids)
             fails = False
-            if self._faults.error_rate and running.item.attempt == 0:
-                fails = self._draw(running, "error") < self._faults.error_rate
-            todo = max(1, running.length - had) if not fails else max(1, (running.length - had) // 2)
+            if self._faults.error_rate and sample.item.attempt == 0:
+                fails = self._draw(sample, "error") < self._faults.error_rate
+            todo = max(1, sample.length - had) if not fails else max(1, (sample.length - had) // 2)
             seconds = self._prefill_s + todo / self._tokens_per_s
-            self._loop.call_later(seconds, lambda running=running, fails=fails: self._is_done(running, fails))  # type: ignore[misc]
+            self._loop.call_later(seconds, partial(self._is_done, sample, fails))
 
-    def _is_done(self, running: _Running, fails: bool) -> None:
-        if running.is_over:
+    def _is_done(self, sample: SimulatedSample, fails: bool) -> None:
+        if sample.is_over:
             return
         if self._frozen_at is not None:
-            self._thawed.append(lambda: self._is_done(running, fails))
+            self._thawed.append(partial(self._is_done, sample, fails))
         elif fails:
-            self._end(running, FinishReason.ERROR, "the simulated engine failed")
+            self._end(sample, FinishReason.ERROR, "the simulated engine failed")
         else:
-            cut = running.length >= running.item.params.max_new_tokens
-            self._end(running, FinishReason.LENGTH if cut else FinishReason.STOP, None)
+            cut = sample.length >= sample.item.params.max_new_tokens
+            self._end(sample, FinishReason.LENGTH if cut else FinishReason.STOP, None)
 
-    def _end(self, running: _Running, reason: FinishReason, error: str | None) -> None:
-        rollout = self._rollout(running, reason, error)
-        running.is_over = True
-        del self._running[running.request_id]
-        if running.started_at is not None:
+    def _end(self, sample: SimulatedSample, reason: FinishReason, error: str | None) -> None:
+        rollout = self._rollout(sample, reason, error)
+        sample.is_over = True
+        del self._running[sample.request_id]
+        if sample.started_at is not None:
             self._num_started -= 1
         self.num_tokens += len(rollout.token_ids)
-        finished = Finished(rollout=rollout, attempt=running.item.attempt, incarnation=self._incarnation)
+        finished = Finished(rollout=rollout, attempt=sample.item.attempt, incarnation=self._incarnation)
         self._results.append(finished)
-        if self._faults.duplicate_rate and self._draw(running, "duplicate") < self._faults.duplicate_rate:
+        if self._faults.duplicate_rate and self._draw(sample, "duplicate") < self._faults.duplicate_rate:
             self._results.append(finished)
-        if self._faults.late_rate and self._draw(running, "late") < self._faults.late_rate:
+        if self._faults.late_rate and self._draw(sample, "late") < self._faults.late_rate:
             self._loop.call_later(LATE_S, lambda: self._say_again(finished))
         self._fill()
         self._hear()
 
-    def _rollout(self, running: _Running, reason: FinishReason | None, error: str | None) -> Rollout:
-        item, before = running.item, running.before
-        token_ids = [] if before is None else list(before.token_ids)
-        spans = [] if before is None else list(before.version_spans)
-        had = len(token_ids)
-        total = had
-        if running.started_at is not None:
-            whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
-            total = running.length if whole else min(running.length - 1, had + self._tokens_since(running.started_at))
-            total = max(total, had)
-        for number in range(running.commit, len(self._commits) if total > had else 0):
-            at, version = self._commits[number]
-            start = had if number == running.commit else had + self._tokens_between(running, at)
-            following = number + 1 < len(self._commits)
-            end = min(total, had + self._tokens_between(running, self._commits[number + 1][0])) if following else total
-            if end > max(start, len(token_ids)):
-                if not spans or spans[-1].version != version:
-                    spans.append(VersionSpan(len(token_ids), version))
-                token_ids += [version] * (end - len(token_ids))
-        return Rollout(
-            rollout_id=running.request_id,
-            group_id=item.group_id,
-            prompt_id=item.prompt_id,
-            sample_index=running.sample_index,
-            attempt=item.attempt,
-            prompt_ids=list(item.prompt_ids),
-            token_ids=token_ids,
-            logprobs=[-1.0] * len(token_ids),
-            loss_mask=[1] * len(token_ids),
-            version_spans=spans,
-            prefill_version=None if running.started_at is None else self._commits[running.commit][1],
-            finish_reason=reason,
-            error=error,
-            worker_id=self.worker_id,
+    def _rollout(self, sample: SimulatedSample, reason: FinishReason | None, error: str | None) -> Rollout:
+        until = self._frozen_at if self._frozen_at is not None else self._loop.now()
+        return sample.rollout(
+            reason, error, commits=self._commits, until=until, tokens_per_s=self._tokens_per_s, worker_id=self.worker_id
         )
 
-    def _tokens_between(self, running: _Running, until: float) -> int:
-        assert running.started_at is not None
-        return max(0, int((until - running.started_at) * self._tokens_per_s))
-
-    def _tokens_since(self, started_at: float) -> int:
-        now = self._frozen_at if self._frozen_at is not None else self._loop.now()
-        return max(0, int((now - started_at) * self._tokens_per_s))
-
-    def _draw(self, running: _Running, what: str) -> float:
+    def _draw(self, sample: SimulatedSample, what: str) -> float:
         salt = sum(map(ord, what)) + self._seed
-        return _uniform(mix(running.item.params.seed or 0) ^ salt, running.sample_index)
+        return uniform(mix(sample.item.params.seed or 0) ^ salt, sample.sample_index)
 
     def _say_again(self, finished: Finished) -> None:
         if self._state is not WorkerState.DEAD:
@@ -343,9 +296,9 @@ class SimulatedWorker:
             return
         stood = self._loop.now() - self._frozen_at
         self._frozen_at = None
-        for running in self._running.values():
-            if running.started_at is not None:
-                running.started_at += stood
+        for sample in self._running.values():
+            if sample.started_at is not None:
+                sample.started_at += stood
         thawed, self._thawed = self._thawed, []
         for call in thawed:
             self._loop.call_later(stood, call)
@@ -354,7 +307,3 @@ class SimulatedWorker:
     def _hear(self) -> None:
         if self.listener is not None:
             self.listener.heard()
-
-
-def _uniform(seed: int, index: int) -> float:
-    return (mix(mix(seed) ^ index) + 0.5) / 2**64
