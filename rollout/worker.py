@@ -17,7 +17,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -32,13 +32,13 @@ from rollout.errors import (
     WorkerUnreachableError,
 )
 from rollout.requests import checks
-from rollout.types import Rollout
 from rollout.worker_config import WorkerConfig
 from rollout.workers.calls import PendingCalls
 from rollout.workers.incarnation import Incarnation
 from rollout.workers.joins import JoinCallbacks
 from rollout.workers.remote import Answer, Failure, RemoteHost
-from rollout.workers.wire import Finished, Refusal, WorkerHealth, WorkerState, WorkItem, to_parcel, unpack
+from rollout.workers.wire import Finished, Refusal, WorkerHealth, WorkerState, WorkItem
+from rollout.workers.worker_requests import WorkerRequests
 
 __all__ = ["Finished", "Refusal", "WorkItem", "Worker", "WorkerConfig", "WorkerHealth", "WorkerState"]
 
@@ -56,7 +56,7 @@ JOIN_S = 5.0
 """How long `stop` waits for each thread of the handle."""
 
 
-class Worker:
+class Worker(WorkerRequests):
     """One engine in another process. Methods may be called from several threads. A pickled copy reaches the same
     incarnation from another process, knows of no restart, and ends nothing: `stop` and `restart` are the first handle's.
     One handle polls.
@@ -74,7 +74,7 @@ class Worker:
         self._is_restarting = False
         self._changed = threading.Condition()  # guards and tells of what is heard
         self._life = threading.RLock()  # one restart or stop at a time
-        self._polling = threading.Lock()
+        self._polling = threading.Lock()  # one thread at a time
         self._calls = PendingCalls()
         self._joins = JoinCallbacks(self, worker_id)
         self._begin(incarnation, host)
@@ -99,49 +99,6 @@ class Worker:
         worker._now.watch()
         _owned.add(worker)
         return worker
-
-    # ---------------------------------------------------------------------------------------------------- requests
-
-    def submit(self, items: Sequence[WorkItem]) -> list[Refusal]:
-        """Hands requests over, in order; returns those that were refused, each alone and with its reason. Every other one
-        ends in exactly one result of `poll` (a group in one for each sample). Whoever got a WorkerUnreachableError may
-        submit the same items again: none is taken twice while it is in flight or unread."""
-        items = list(items)
-        refusals: list[Refusal] = []
-        parcels = []
-        for position, item in enumerate(items):
-            try:
-                parcels.append(to_parcel(position, item))
-            except InvalidRequestError as error:
-                refusals.append(Refusal(position=position, request_id=item.request_id, error=error))
-        if parcels:
-            now = self._now
-            refusals += now.ask("submit", parcels, now.read_up_to, limit_s=self.config.submit_timeout_s)
-        return sorted(refusals, key=lambda refusal: refusal.position)
-
-    def poll(self, max_items: int = 64, timeout_s: float = 1.0) -> list[Finished]:
-        """The oldest results, each handed out once, up to `max_items`; waits up to `timeout_s` for the first, in the worker,
-        and is empty if none came. One thread polls at a time, others wait. A WorkerUnreachableError loses nothing: the next
-        poll brings what this one should have."""
-        max_items = checks.check_size(max_items)
-        timeout_s = checks.check_limit(timeout_s)
-        deadline = time.monotonic() + timeout_s
-        if not self._polling.acquire(timeout=timeout_s):
-            return []
-        try:
-            left = max(deadline - time.monotonic(), 0.0)
-            limit_s = timeout_s + self.config.grace_s
-            now = self._now
-            batch, now.read_up_to = now.ask("poll", now.read_up_to, max_items, left, limit_s=limit_s)
-            return unpack(batch)
-        finally:
-            self._polling.release()
-
-    def cancel(self, request_ids: Sequence[str]) -> list[str]:
-        """Ends requests: their results (ABORT, with what they had) come by `poll`. A group's request id stands for all its
-        samples. Returns the ids of which nothing was in flight: ended already, or never submitted to this worker."""
-        missed: list[str] = self._ask("cancel", list(request_ids), limit_s=self.config.submit_timeout_s)
-        return missed
 
     # -------------------------------------------------------------------------------------------- weights and state
 
@@ -174,11 +131,6 @@ class Worker:
             raise refused from error
         return future
 
-    def snapshot(self) -> list[Rollout]:
-        """The partial rollouts in flight at one consistent point, oldest first; their finish_reason is None."""
-        batch = self._ask("snapshot", limit_s=self.config.snapshot_timeout_s)
-        return [finished.rollout for finished in unpack(batch)]
-
     def require_version(self, version: int) -> None:
         """It takes no request below `version` from now on, in this incarnation and the next: for a worker that missed a
         publish. What is in flight goes on."""
@@ -186,7 +138,7 @@ class Worker:
             raise InvalidRequestError(f"version must be an integer of at least 0, got {version!r}")
         with self._changed:
             self._serve_from = max(self._serve_from, version)
-        self._ask("require_version", version, limit_s=self.config.submit_timeout_s)
+        self._now.ask("require_version", version, limit_s=self.config.submit_timeout_s)
 
     def health(self) -> WorkerHealth:
         """How it stands, from its last heartbeat. Asks nobody and never waits."""
@@ -351,9 +303,6 @@ class Worker:
         self._calls.stop(JOIN_S)
         self._now.join(JOIN_S)
         self._joins.join(JOIN_S)
-
-    def _ask(self, question: str, *args: Any, limit_s: float) -> Any:
-        return self._now.ask(question, *args, limit_s=limit_s)
 
     @contextmanager
     def _alone(self, what: str, timeout_s: float) -> Iterator[None]:

@@ -9,7 +9,13 @@ from rollout import MissingDependencyError, RolloutConfig, RolloutController, Ro
 from rollout.simulate import SimulatedFleet
 from trainer_adapters import engine_train_loop
 
-OVER_RAY = ("rollout.worker", "rollout.workers.remote", "rollout.workers.incarnation", "rollout.fleet.pool")
+OVER_RAY = (
+    "rollout.worker",
+    "rollout.workers.remote",
+    "rollout.workers.incarnation",
+    "rollout.workers.worker_requests",
+    "rollout.fleet.pool",
+)
 
 
 @pytest.fixture
