@@ -7,7 +7,15 @@ import pytest
 import worker_jobs
 from fakes import tiny_llama, wait_until
 
-from rollout import EngineConfig, EngineState, FinishReason, GenerationEngine, SamplingParams, WorkerDiedError
+from rollout import (
+    EngineConfig,
+    EngineState,
+    FinishReason,
+    GenerationEngine,
+    SamplingParams,
+    WorkerDiedError,
+    WorkerStaleError,
+)
 from rollout.errors import EngineStateError
 from rollout.workers.local_worker import LocalWorker
 from rollout.workers.revival import EngineRevival
@@ -51,6 +59,17 @@ def test_an_engine_that_dies_again_and_again_is_given_up(engine: GenerationEngin
     for ask in (lambda: worker.poll(1, 0.0), lambda: worker.submit([])):
         with pytest.raises(WorkerDiedError, match="died 2 times in a row"):
             ask()
+
+
+def test_below_the_version_that_it_must_serve_from_an_item_is_refused_as_elsewhere(engine: GenerationEngine) -> None:
+    worker = LocalWorker(engine)
+    worker.require_version(1)
+    assert worker.health().state is WorkerState.STALE
+    (refusal,) = worker.submit([WorkItem(request_id="early", prompt_ids=[5, 6, 7])])
+    assert isinstance(refusal.error, WorkerStaleError)
+    with engine.update(1):
+        pass
+    assert run(worker, "in-time").rollout.versions == [1] * 4
 
 
 class SlowToComeBack:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rollout.engine import GenerationEngine
-from rollout.errors import EngineStateError, RolloutError, WorkerDiedError
+from rollout.errors import EngineStateError, RolloutError, WorkerDiedError, WorkerStaleError
 from rollout.status import EngineState, EngineStats
 from rollout.types import Rollout
 from rollout.workers.revival import EngineRevival
@@ -128,7 +128,10 @@ class LocalWorker:
 
     def _submit(self, item: WorkItem) -> None:
         if self.engine.version < self._serve_from:
-            raise EngineStateError(f"the engine is at version {self.engine.version}, not yet at {self._serve_from}")
+            raise WorkerStaleError(
+                f"worker {self.worker_id} is at version {self.engine.version} and may serve from {self._serve_from} on; "
+                "publish to it"
+            )
         for future in start_item(self.engine, item):
             future.add_done_callback(lambda future: self._finish(item, future.result()))
 
