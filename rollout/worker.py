@@ -13,16 +13,14 @@ answer says which incarnation gave it. Every wait has a limit; an error names th
 
 import atexit
 import logging
-import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.engine import GenerationEngine
 from rollout.errors import (
@@ -34,9 +32,10 @@ from rollout.errors import (
 from rollout.requests import checks
 from rollout.worker_config import WorkerConfig
 from rollout.workers.calls import PendingCalls
+from rollout.workers.function_call import call_in_worker
 from rollout.workers.incarnation import Incarnation
 from rollout.workers.joins import JoinCallbacks
-from rollout.workers.remote import Answer, Failure, RemoteHost
+from rollout.workers.remote import RemoteHost
 from rollout.workers.wire import Finished, Refusal, WorkerHealth, WorkerState, WorkItem
 from rollout.workers.worker_requests import WorkerRequests
 
@@ -108,28 +107,7 @@ class Worker(WorkerRequests):
         on a thread of this handle, where a callback must not wait for another call. `fn` must be importable there."""
         with self._changed:
             now = self._now
-        now.check_living("call")
-        now.watch()
-        name, limit_s = getattr(fn, "__qualname__", repr(fn)), self.config.call_timeout_s
-        future = self._calls.add(
-            limit_s + self.config.grace_s,
-            WorkerUnreachableError(
-                f"worker {now.host.name} did not answer call({name}) within {limit_s:g} s; is it overloaded or stopped?"
-            ),
-        )
-
-        def on_answer(get: Callable[[], Answer | Failure]) -> None:
-            self._calls.answer(future, lambda: now.heard(get))
-
-        try:
-            now.host.ask_later("call", fn, args, kwargs, limit_s, on_answer=on_answer)
-        except (TypeError, pickle.PicklingError) as error:
-            refused = InvalidRequestError(
-                f"call({name}) cannot be sent to worker {self.worker_id}; pass a function of a module and plain data ({error})"
-            )
-            self._calls.answer(future, partial(_raise, refused))
-            raise refused from error
-        return future
+        return call_in_worker(self._calls, now, fn, args, kwargs)
 
     def require_version(self, version: int) -> None:
         """It takes no request below `version` from now on, in this incarnation and the next: for a worker that missed a
@@ -324,10 +302,6 @@ class Worker(WorkerRequests):
             raise RolloutError(
                 f"{what}() of worker {self.worker_id} belongs to the handle that started it, this is a copy"
             )
-
-
-def _raise(error: RolloutError) -> NoReturn:
-    raise error
 
 
 _owned: "weakref.WeakSet[Worker]" = weakref.WeakSet()

@@ -31,7 +31,7 @@ class Incarnation:
         self.heard_at = time.monotonic()
         self.read_up_to = 0  # results up to this number have come here
         self._reported: WorkerState | None = None
-        self._config = config
+        self.config = config
         self._changed = changed
         self._thread: threading.Thread | None = None
 
@@ -48,7 +48,7 @@ class Incarnation:
         with self._changed:
             if self.death is not None:
                 return WorkerState.DEAD
-            if self._reported is None or time.monotonic() - self.heard_at > self._config.suspect_after_s:
+            if self._reported is None or time.monotonic() - self.heard_at > self.config.suspect_after_s:
                 return WorkerState.SUSPECT
             if self._reported == WorkerState.HEALTHY and self.version < serve_from_version:
                 return WorkerState.STALE
@@ -99,7 +99,7 @@ class Incarnation:
         while self.death is None:
             try:
                 if question is None:
-                    question = self.host.send("beat", self._seen(), self._config.heartbeat_s)
+                    question = self.host.send("beat", self._seen(), self.config.heartbeat_s)
                 answer = self.host.wait("beat", question, self._patience())
             except WorkerDiedError as error:
                 self.end(str(error))
@@ -110,7 +110,7 @@ class Incarnation:
                 question = None
                 with self._changed:
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self.death is not None, self._config.heartbeat_s)
+                    self._changed.wait_for(lambda: self.death is not None, self.config.heartbeat_s)
             else:
                 if answer is None:
                     with self._changed:
@@ -124,5 +124,5 @@ class Incarnation:
 
     def _patience(self) -> float:
         """Until it is SUSPECT, then a heartbeat at a time."""
-        left = self.heard_at + self._config.suspect_after_s - time.monotonic()
-        return left + 0.001 if left > 0 else self._config.heartbeat_s
+        left = self.heard_at + self.config.suspect_after_s - time.monotonic()
+        return left + 0.001 if left > 0 else self.config.heartbeat_s
