@@ -37,7 +37,7 @@ WORKERS = WorkerConfig(model="replaced", num_cpus=0, num_threads=1, heartbeat_s=
 BATCH_S = 120.0
 
 
-def a_controller(num_prompts: int, **settings: Any) -> RolloutController:
+def a_controller(num_prompts: int, workers: WorkerConfig = WORKERS, **settings: Any) -> RolloutController:
     defaults = {
         "num_workers": 2,
         "group_size": 2,
@@ -52,7 +52,7 @@ def a_controller(num_prompts: int, **settings: Any) -> RolloutController:
         [[2 + n, 3] for n in range(num_prompts)],
         lambda rollout, text: float(rollout.token_ids[0]),
         engine=ENGINE,
-        workers=WORKERS,
+        workers=workers,
         config=RolloutConfig(**{**defaults, **settings}),
     )
 
@@ -94,6 +94,22 @@ def test_a_weight_sync_over_a_controller_reaches_whoever_is_there(local_ray: str
         wait_until(lambda: all(w.health().state is WorkerState.HEALTHY and w.version == 8 for w in workers), BATCH_S)
         assert controller.metrics()["rollout/imbalance"] == 0
     assert trained == Counter(f"p{n}" for n in range(24))
+
+
+@pytest.mark.slow
+def test_a_worker_whose_engine_is_given_up_is_replaced_though_its_process_lives(local_ray: str) -> None:
+    workers = replace(WORKERS, max_engine_restarts=0)
+    with a_controller(12, num_workers=1, workers=workers) as controller:
+        (worker,) = controller.workers()
+        first = worker.health().pid
+        check(controller.next_batch(timeout_s=BATCH_S))
+        controller.targets()[0].call(worker_jobs.kill_loop).result(60)
+        for _ in range(3):
+            with controller.next_batch(timeout_s=BATCH_S) as lease:
+                check(lease)
+        assert (worker.health().incarnation, worker.health().state) == (1, WorkerState.HEALTHY)
+        assert worker.health().pid != first
+        assert controller.metrics()["rollout/samples_failed"] == 0
 
 
 def test_workers_join_and_leave_while_it_runs(local_ray: str) -> None:
