@@ -19,12 +19,9 @@ import queue
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -37,15 +34,13 @@ from rollout import (
     RolloutStalledError,
     RunningEngine,
 )
-from sync import SyncConfig, SyncReport, WeightSync
-from sync.sources import held_tensors
-from sync.transports import Transport
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import warn_if_renormalising
-from trainer_adapters.publishing import engine_of, targets_of
+from trainer_adapters.publishing import engine_of
 from trainer_adapters.trl.prompts import PromptRows, RewardFunc, group_reward_of
 from trainer_adapters.trl.samples import rollout_config_of, samples_of
 from trainer_adapters.trl.seams import async_seams, check_seams
+from trainer_adapters.trl.weight_transfer import EngineWeightTransfer
 
 __all__ = ["EngineRolloutWorker", "EngineWeightTransfer"]
 
@@ -198,94 +193,3 @@ class EngineRolloutWorker:
         if index < 0:  # of before the first sync
             return max(0, self._versions[0][1] - 1) if self._versions else 0
         return self._versions[index][1]
-
-
-class EngineWeightTransfer:
-    """Brings the weights that TRL sends into an engine, or every worker of a controller.
-
-    The tensors that TRL hands out alias its live parameters, and making them may be a collective: `send_weights` takes all
-    of them, and has copied them, before it waits for any engine to commit. `resume` waits for the commits.
-
-    TRL does not send frozen parameters and buffers. An engine of this process keeps those it has; for a fleet they come
-    from `unsent`, by name.
-    """
-
-    def __init__(
-        self,
-        source: GenerationEngine | RolloutController,
-        *,
-        unsent: Mapping[str, Tensor] | None = None,
-        transport: Transport | None = None,
-        sync_config: SyncConfig | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        """`timeout_s` bounds each publish; the other arguments are those of WeightSync."""
-        check_seams(async_seams())
-        self._source = source
-        self._unsent = unsent or {}
-        self._transport = transport
-        self._sync_config = sync_config
-        self._timeout_s = timeout_s
-        self._weight_sync: WeightSync | None = None
-        self._under_way: Future[SyncReport] | None = None
-        self._names: frozenset[str] | None = None
-        self._last_report: SyncReport | None = None
-
-    @property
-    def last_report(self) -> SyncReport | None:
-        """Of the newest publish that has ended; None before the first."""
-        return self._last_report
-
-    def init_weight_transfer(self) -> None:
-        """TRL calls it when training begins; an engine or controller must run by then."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            size = torch.distributed.get_world_size()
-            if size > 1:
-                raise AdapterError(
-                    f"EngineWeightTransfer serves trainers of one process, this one has {size}: TRL sends from its first rank "
-                    "alone, and a WeightSync takes part on all of them"
-                )
-        self._weight_sync = WeightSync(targets_of(self._source), self._transport, self._sync_config)
-
-    def pause(self) -> None:
-        """Nothing: the engines pause for their commits themselves."""
-
-    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Returns when everything is staged. Raises what `WeightSync.publish` raises."""
-        if self._weight_sync is None:
-            raise AdapterError("send_weights() comes after init_weight_transfer() and before destroy()")
-        self._under_way = self._weight_sync.publish(self._completed(iterator), timeout_s=self._timeout_s, wait=False)
-
-    def resume(self) -> None:
-        """Waits until the engines hold what was sent. SyncError if none of them does."""
-        if self._under_way is not None:
-            self._last_report = self._under_way.result(self._timeout_s)
-            self._under_way = None
-
-    def destroy(self) -> None:
-        """Frees the staging. Safe to call again."""
-        if self._weight_sync is not None:
-            self._weight_sync.close()
-            self._weight_sync = None
-
-    def _completed(self, iterator: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        sent = set()
-        for name, tensor in iterator:
-            sent.add(name)
-            yield name, tensor
-        if not sent or sent != (self._names or sent):
-            # Filled up with what the engine has, such an update would pass for one.
-            raise AdapterError(
-                f"TRL sent {len(sent)} tensors, the first time {len(self._names or ())}: a send must hold every trained tensor"
-            )
-        self._names = frozenset(sent)
-        yield from self._rest(sent)
-
-    def _rest(self, sent: set[str]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._unsent.items():
-            if name not in sent:
-                yield name, tensor
-        engine = engine_of(self._source)
-        for held in held_tensors(engine.model) if engine is not None else ():
-            if not sent.intersection(held.names) and not any(name in self._unsent for name in held.names):
-                yield held.names[0], held.tensor.detach().clone()
