@@ -88,7 +88,8 @@ class RolloutConfig:
 
     rollouts_jsonl: Path | str | None = None
     """A file to which every group that ends is appended, a line a rollout; the updates of the engines go to `updates.jsonl`
-    beside it. `rollsync report` reads both."""
+    beside it. A line's step is the batch that trained on it, counted from 1 over the whole run. `rollsync report` reads
+    both."""
     versions_file: Path | str | None = None
     """A file that keeps the highest version ever published, for a run that goes on from an older checkpoint."""
     progress_bar: bool = False

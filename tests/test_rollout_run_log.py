@@ -92,9 +92,9 @@ def test_a_controller_writes_the_same_by_itself(tmp_path: Path) -> None:
                 mark(engine_model, step)
         controller.status()  # what the last lease and update left to do has been done
     lines = lines_of(tmp_path / "run" / "rollouts.jsonl")
-    assert [line["step"] for line in lines] == [step for step in range(4) for _ in range(6)]
+    assert [line["step"] for line in lines] == [step for step in range(1, 5) for _ in range(6)]
     for line in lines:
-        assert line["trained_version"] == line["step"]
+        assert line["trained_version"] == line["step"] - 1
         assert 0 <= line["trained_version"] - line["version_spans"][0][1] <= 1
         assert (line["ending"], line["text"]) == ("consumed", " ".join(map(str, line["token_ids"])))
         assert line["metadata"]["answer"] == line["prompt_ids"][0] - 2

@@ -182,14 +182,14 @@ class Collection:
         oldest = oldest_version([*work.rollouts.values(), *work.partials.values()])
         return None if oldest is None else self.timeline.effective(oldest)
 
-    def lease(self, entries: Iterable[GroupEntry], version: int, number: int) -> list[RolloutGroup]:
-        """Ready groups are handed out, in the lease of this number."""
+    def lease(self, entries: Iterable[GroupEntry], version: int) -> list[RolloutGroup]:
+        """Ready groups are handed out."""
         groups: list[RolloutGroup] = []
         for entry in entries:
             work = self.works[entry.number]
             oldest = self.oldest_version(entry)
             self.ledger.lease(entry)
-            work.lease_number, work.lease_version = number, version
+            work.lease_version = version
             groups.append(
                 RolloutGroup(
                     group_id=entry.group_id,
@@ -203,10 +203,12 @@ class Collection:
             )
         return groups
 
-    def acknowledge(self, entry: GroupEntry) -> None:
-        """A leased group was trained on."""
+    def acknowledge(self, entry: GroupEntry, step: int) -> None:
+        """A leased group was trained on, in the batch of this number."""
         self.ledger.acknowledge(entry)
-        self._forget(self.works[entry.number], Ending.CONSUMED)
+        work = self.works[entry.number]
+        work.step = step
+        self._forget(work, Ending.CONSUMED)
 
     def expire(self, work: GroupWork, *, version: int, now: float) -> GroupWork | None:
         """A group is too old: its prompt gets another, which is returned, unless it has had its share of them."""

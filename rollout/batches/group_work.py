@@ -32,10 +32,10 @@ class GroupWork:
     """Of the group's own reward function."""
     scored_as: dict[int, int] | None = None
     """What its reward function was last called for: attempt by sample index."""
-    lease_number: int | None = None
-    """The lease that it was last handed out in."""
     lease_version: int | None = None
-    """The fleet's version then."""
+    """The fleet's version when it was last handed out."""
+    step: int | None = None
+    """The batch that it was trained in, counted from 1 over the whole run."""
 
     def ordered(self) -> tuple[Rollout, ...]:
         """Its finished rollouts, by sample index."""

@@ -30,6 +30,8 @@ class HandOut:
         """The fleet's version at the last hand-out."""
         self.trained_version: int | None = None
         """The newest version that a batch which was trained on was handed out at."""
+        self.num_trained = 0
+        """Batches that were trained on, over the whole run."""
         self._waiting: deque[Future[Lease]] = deque()
         self._collection = collection
         self._config = config
@@ -102,9 +104,10 @@ class HandOut:
         del self.leases[lease.number]
         if trained:
             self.trained_version = max(lease.version, self.trained_version or 0)
+            self.num_trained += 1
         for entry in lease.entries:
             if trained:
-                self._collection.acknowledge(entry)
+                self._collection.acknowledge(entry, self.num_trained)
             else:
                 self._collection.ledger.give_back(entry)
         return True
@@ -127,7 +130,7 @@ class HandOut:
     def _lease(self, chosen: list[GroupEntry], version: int) -> Lease:
         now = self._now()
         complete_s = [now - self._collection.works[entry.number].admitted_at for entry in chosen]
-        groups = self._collection.lease(chosen, version, self._num_leases)
+        groups = self._collection.lease(chosen, version)
         lease = Lease(self._num_leases, groups, chosen, version=version, since=now, end=self._lease_ends)
         self.leases[lease.number] = lease
         self._num_leases += 1

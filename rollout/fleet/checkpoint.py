@@ -56,6 +56,7 @@ def save(coordinator: Coordinator, highest: HighestVersion) -> dict[str, Any]:
         "cursor": coordinator.prompts.cursor,
         "policy_version": coordinator.version + int(owed),
         "highest_version": highest.value,
+        "num_trained": coordinator.handout.num_trained,
         "works": coordinator.collection.state_dict(),
     }
 
@@ -64,7 +65,7 @@ def check(coordinator: Coordinator, state: Mapping[str, Any]) -> None:
     """InvalidRequestError for a state that this controller cannot go on from."""
     if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
         raise InvalidRequestError(f"this is no state of a RolloutController, or of another release: {state!r:.60}")
-    missing = sorted({"config", "cursor", "policy_version", "highest_version", "works"} - set(state))
+    missing = sorted({"config", "cursor", "policy_version", "highest_version", "num_trained", "works"} - set(state))
     if missing:
         raise InvalidRequestError(f"the state of a RolloutController is not whole: it has no {', '.join(missing)}")
     mine, saved = fingerprint(coordinator), state["config"]
@@ -78,6 +79,7 @@ def load(coordinator: Coordinator, state: Mapping[str, Any], highest: HighestVer
     also when they were trained on and not published yet."""
     numbers = [work["number"] for work in state["works"]["works"]]
     prompts = coordinator.prompts.rewind(state["cursor"], numbers)
+    coordinator.handout.num_trained = int(state["num_trained"])
     coordinator.collection.load_state_dict(state["works"], prompts, now=coordinator.loop.now())
     if state["highest_version"] is not None:
         highest.saw(state["highest_version"])

@@ -33,7 +33,7 @@ class RolloutLog:
             lines = [
                 rollout_line(
                     rollout,
-                    step=work.lease_number if trained else None,
+                    step=work.step,
                     trained_version=work.lease_version if trained else None,
                     ending=str(ending),
                     tokenizer=self._tokenizer,
