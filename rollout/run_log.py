@@ -30,7 +30,7 @@ class RunLog:
     """
 
     def __init__(self, path: Path | str, *, tokenizer: Decoder | None = None) -> None:
-        """`tokenizer`: each rollout is written with its text too. Raises FileExistsError if the folder holds a run already,
+        """`tokenizer`: each rollout is written with its text and its prompt's too. Raises FileExistsError if the folder holds a run already,
         other OSErrors if it cannot be written."""
         self.path = Path(path)
         self._tokenizer = tokenizer

@@ -158,7 +158,9 @@ def _parsed(parse: Callable[[Fields], T], line: dict[str, Any], where: str) -> T
 
 def _rollout_row(line: Fields) -> RolloutRow:
     timings, num_tokens = line.fields("timings"), len(line.items("token_ids"))
-    prompt = line.fields("metadata").anything("prompt")
+    # a column of that name is what the user calls the prompt; next best is what the model read
+    written = (line.fields("metadata").anything("prompt"), line.text("prompt"), line.anything("prompt_ids"))
+    prompt = next((prompt for prompt in written if prompt is not None), None)
     return RolloutRow(
         rollout_id=str(line.required("rollout_id")),
         group_id=line.text("group_id"),

@@ -157,8 +157,25 @@ def test_half_a_character_does_not_stop_the_report(tmp_path: Path) -> None:
     assert "\0" not in html
 
 
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"metadata": {"prompt": "as named"}, "prompt": "as read", "prompt_ids": [7, 8]}, "as named"),
+        ({"prompt": "as read", "prompt_ids": [7, 8]}, "as read"),
+        ({"prompt_ids": [7, 8]}, "[7, 8]"),
+        ({}, ""),
+    ],
+)
+def test_the_prompt_is_shown_as_it_was_named_else_as_it_was_read_else_by_its_ids(
+    tmp_path: Path, changes: dict[str, Any], shown: str
+) -> None:
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps({**GOOD, "text": "an answer", **changes}) + "\n")
+    html = write_report(tmp_path).read_text()
+    assert re.findall(r'<td><pre dir="auto">(.*)</pre></td>', html) == [shown, "an answer"]
+
+
 def test_a_long_text_is_cut_and_says_so(tmp_path: Path) -> None:
-    rollouts = [a_rollout(f"r-{i}", 0, 2, [(0, 0)]) for i in range(MAX_TEXTS + 3)]
+    rollouts = [a_rollout(f"r-{i}", 0, 2, [(0, 0)], metadata={"prompt": "short"}) for i in range(MAX_TEXTS + 3)]
     html = write_report(a_run(tmp_path, rollouts, tokenizer=Words("x" * (MAX_TEXT + 1234)))).read_text()
     assert html.count("1,234 more characters") == MAX_TEXTS
     assert "3 more not shown" in html
@@ -492,6 +509,7 @@ GOOD_UPDATE = {"version": 1, "wait_s": 0.1, "held_s": 0.1, "finished_at": 2.5}
         ({"step": True}, "step must be a whole number, got True"),
         ({"trained_version": "3"}, "trained_version must be a whole number"),
         ({"text": 5}, "text must be text, got 5"),
+        ({"prompt": 5}, "prompt must be text, got 5"),
         ({"worker_id": 5}, "worker_id must be text"),
         ({"group_id": 5}, "group_id must be text"),
         ({"error": {"a": 1}}, "error must be text"),

@@ -98,6 +98,7 @@ def test_a_controller_writes_the_same_by_itself(tmp_path: Path) -> None:
         assert 0 <= line["trained_version"] - line["version_spans"][0][1] <= 1
         assert (line["ending"], line["text"]) == ("consumed", " ".join(map(str, line["token_ids"])))
         assert line["metadata"]["answer"] == line["prompt_ids"][0] - 2
+        assert line["prompt"] == " ".join(map(str, line["prompt_ids"]))
     updates = lines_of(tmp_path / "run" / "updates.jsonl")
     assert [update["version"] for update in updates] == [1, 2, 3, 4]
     assert {update["worker_id"] for update in updates} == {line["worker_id"] for line in lines}

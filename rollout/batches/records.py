@@ -59,7 +59,8 @@ def rollout_line(
 ) -> str:
     """One line of a `rollouts.jsonl`, the newline included; the same whoever writes it.
 
-    Next to `rollout_to_json`: "text" where a tokenizer is given; "step" and "trained_version", the batch it was handed out
+    Next to `rollout_to_json`: where a tokenizer is given, "text" and "prompt", the latter with its special tokens, as the
+    model read it; "step" and "trained_version", the batch it was handed out
     in and the trainer's version then, or null if it never was; "ending", how its group ended, if a controller writes it;
     and its metadata, of which what JSON cannot say is written as its repr.
     """
@@ -71,6 +72,7 @@ def rollout_line(
         "metadata": {str(name): _or_repr(value) for name, value in rollout.metadata.items()},
     }
     if tokenizer is not None:
+        line["prompt"] = tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False)
         line["text"] = rollout.text(tokenizer)
     return json.dumps(line) + "\n"
 
