@@ -99,9 +99,19 @@ def in_flight(lives: Iterable[Life]) -> list[tuple[float, int]]:
     return steps
 
 
-def crossings(lives: Iterable[Life], updates: Sequence[Update]) -> list[int]:
-    """For each update, the requests of its engine that were in flight before and after it."""
-    counts = [0] * len(updates)
+@dataclass(kw_only=True)
+class Crossings:
+    """The requests that went on across one update of their engine."""
+
+    num_in_flight: int = 0
+    """All that had started before it and ended after it."""
+    num_with_tokens: int = 0
+    """Those of them with tokens of versions before it and since. The others had no token yet, or got no more."""
+
+
+def crossings(lives: Iterable[Life], updates: Sequence[Update]) -> list[Crossings]:
+    """One for each update."""
+    counts = [Crossings() for _ in updates]
     by_worker: dict[str | None, list[tuple[float, float, int]]] = {}
     for position, update in enumerate(updates):
         moment = (update.entered_at, update.finished_at, position)
@@ -115,5 +125,8 @@ def crossings(lives: Iterable[Life], updates: Sequence[Update]) -> list[int]:
             for _, finished_at, position in islice(moments, first, None):
                 if finished_at >= life.end:
                     break
-                counts[position] += 1
+                versions = [version for _, version in life.row.spans]
+                counts[position].num_in_flight += 1
+                if versions and versions[0] < updates[position].version <= versions[-1]:
+                    counts[position].num_with_tokens += 1
     return counts

@@ -122,7 +122,8 @@ def findings(run: Run, rows: Sequence[StepRow], picture: Timeline) -> Iterable[s
     if run.updates:
         yield (
             f"{picture.num_crossed} of {picture.num_updates} updates came while requests were in flight; "
-            f"{picture.num_crossings:,} times a request went on across one."
+            f"{picture.num_crossings:,} times a request went on across one, {picture.num_crossings_with_tokens:,} of them with "
+            "tokens from before it and from after it (the others had none yet, or got no more)."
         )
         yield f"Generation stood still for {picture.held_share:.1%} of the time."
     else:
@@ -132,7 +133,7 @@ def findings(run: Run, rows: Sequence[StepRow], picture: Timeline) -> Iterable[s
             picture.num_left_out,
             f"older requests are left out of the picture; the latest {picture.num_drawn:,} are in it",
         ),
-        (picture.num_lines_left_out, "older updates have no line in the picture"),
+        (picture.num_lines_left_out, "lines of older updates are left out of the picture"),
         (picture.num_never_started, "requests ended while they still waited to start, and are not drawn"),
         (picture.num_without_times, "rollouts have no times, and are not drawn"),
     ):

@@ -78,11 +78,24 @@ class Run:
     """Lines of its files that are no JSON."""
 
     @property
+    def started_at(self) -> float | None:
+        """The first start of a request; None if none is known."""
+        return min((row.started_at for row in self.rollouts if row.started_at is not None), default=None)
+
+    @property
+    def ended_at(self) -> float | None:
+        """The last start or end of a request, or end of an update, that is known."""
+        moments = [
+            moment for row in self.rollouts for moment in (row.started_at, row.finished_at) if moment is not None
+        ]
+        return max([*moments, *(update.finished_at for update in self.updates)], default=None)
+
+    @property
     def duration_s(self) -> float:
-        """From the first start of a request to the last end that is known."""
-        starts = [row.started_at for row in self.rollouts if row.started_at is not None]
-        ends = [row.finished_at for row in self.rollouts if row.finished_at is not None]
-        return max(max(ends) - min(starts), 0.0) if starts and ends else 0.0
+        """As long as the timeline is, unless that leaves out old requests."""
+        if self.started_at is None or self.ended_at is None:
+            return 0.0
+        return max(self.ended_at - self.started_at, 0.0)
 
 
 def read_run(path: Path) -> Run:

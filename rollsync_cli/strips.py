@@ -224,7 +224,7 @@ def _lines(
             title=(
                 f"update to version {update.version}{where} at {seconds(update.entered_at - origin)}\n"
                 f"waited {1000 * update.wait_s:.1f} ms, generation stood still for {1000 * update.held_s:.1f} ms\n"
-                f"{update.straddlers} requests went on across it"
+                f"{update.straddlers} requests that had tokens went on across it"
             ),
         )
 

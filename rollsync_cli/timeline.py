@@ -31,11 +31,13 @@ class Timeline:
     num_failed: int
     num_open: int
     num_updates: int
-    """In the time that is drawn."""
+    """In the time that is drawn; that of several engines to the same version is one."""
     num_crossed: int
     """Updates that met requests in flight which went on after them."""
     num_crossings: int
-    """Such requests, over all updates."""
+    """Such requests, over the updates of all engines."""
+    num_crossings_with_tokens: int
+    """Those of them with tokens from before the update and from after it."""
     held_share: float
     """Of the time that is drawn, how much of it generation stood still; of several engines, the mean."""
 
@@ -55,12 +57,11 @@ def timeline(run: Run, *, max_drawn: int = MAX_DRAWN) -> Timeline:
     }
     if not drawn:
         nothing = {"num_failed": 0, "num_open": 0, "num_updates": 0, "num_crossed": 0, "num_crossings": 0}
-        return Timeline(strips=(), held_share=0.0, num_lines_left_out=0, **nothing, **counts)
+        nothing |= {"num_crossings_with_tokens": 0, "num_lines_left_out": 0}
+        return Timeline(strips=(), held_share=0.0, **nothing, **counts)
     start = drawn[0].started_at or 0.0
-    ends = [row.finished_at for row in drawn if row.finished_at is not None]
+    end = max(run.ended_at or start, start + 1e-3)
     updates = [update for update in run.updates if update.finished_at >= start]
-    end = max([*ends, *(update.finished_at for update in updates), *(row.started_at or 0.0 for row in drawn)])
-    end = max(end, start + 1e-3)
     moments = {(update.worker_id, update.version): update.finished_at for update in updates}
     lives, lanes = in_lanes(drawn, moments, end)
     crossed = crossings(lives, updates)
@@ -69,9 +70,10 @@ def timeline(run: Run, *, max_drawn: int = MAX_DRAWN) -> Timeline:
         num_lines_left_out=max(len(updates) - max_drawn, 0),
         num_failed=sum(has_failed(life) for life in lives),
         num_open=sum(life.is_open for life in lives),
-        num_crossed=sum(count > 0 for count in crossed),
-        num_crossings=sum(crossed),
-        num_updates=len(updates),
+        num_crossed=len({u.version for u, count in zip(updates, crossed, strict=True) if count.num_in_flight}),
+        num_crossings=sum(count.num_in_flight for count in crossed),
+        num_crossings_with_tokens=sum(count.num_with_tokens for count in crossed),
+        num_updates=len({update.version for update in updates}),
         held_share=sum(update.held_s for update in updates) / len(lanes) / (end - start),
         **counts,
     )

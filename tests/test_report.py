@@ -332,13 +332,41 @@ def test_updates_that_requests_went_across_are_counted(tmp_path: Path) -> None:
     rollouts = [
         a_rollout("a", 0, 4, [(0, 0), (5, 1)]),
         a_rollout("b", 1, 4, [(0, 0), (5, 1)]),
+        a_rollout("in prefill", 1.5, 4, [(0, 1)]),
+        a_rollout("got no more", 1.5, 4, [(0, 0)]),
         a_rollout("c", 6, 10, [(0, 1)]),
     ]
     path = a_run(tmp_path, rollouts, [an_update(1, 2.0), an_update(2, 5.0)])
     picture = timeline(read_run(path))
-    assert (picture.num_updates, picture.num_crossed, picture.num_crossings) == (2, 1, 2)
+    assert (picture.num_updates, picture.num_crossed) == (2, 1)
+    assert (picture.num_crossings, picture.num_crossings_with_tokens) == (4, 2)
     assert picture.held_share == pytest.approx(0.2 / 10)
-    assert "1 of 2 updates came while requests were in flight" in write_report(path).read_text()
+    html = write_report(path).read_text()
+    assert (
+        "1 of 2 updates came while requests were in flight; 4 times a request went on across one, 2 of them with tokens"
+    ) in html
+    assert "2 rollouts have tokens of several versions" in html
+
+
+def test_the_update_of_several_engines_to_a_version_is_one(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run")
+    for worker, versions in (("w0", (1, 2)), ("w1", (1, 2, 3))):
+        log.write_rollouts([a_rollout(worker, 0, 5, [(0, 0), (4, 1)], worker_id=worker)], step=1, trained_version=1)
+        for version in versions:
+            log.write_update(an_update(version, 4.0 * version), worker_id=worker)
+    picture = timeline(read_run(log.path))
+    assert (picture.num_updates, picture.num_crossed, picture.num_crossings) == (3, 1, 2)
+    assert "1 of 3 updates came" in write_report(log.path).read_text()
+
+
+def test_the_time_of_the_run_is_that_of_the_timeline(tmp_path: Path) -> None:
+    rollouts = [a_rollout("a", 2, 4, [(0, 0)]), a_rollout("open", 5, None, [(0, 0)])]
+    for number, (updates, end) in enumerate((([], 5.0), ([an_update(1, 9.0)], 9.0))):
+        run = read_run(a_run(tmp_path / str(number), rollouts, updates))
+        (strip,) = timeline(run).strips
+        assert (strip.start - T0, strip.end - T0) == (2.0, end)
+        assert run.duration_s == end - 2.0
+        assert f"in {end - 2:.0f} s" in render(run)
 
 
 def test_the_area_above_the_lanes_is_how_many_are_in_flight(tmp_path: Path) -> None:
