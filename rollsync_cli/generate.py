@@ -28,6 +28,7 @@ from rollout.batches.prompts import encode_prompt
 from rollout.batches.records import rollout_line
 from rollout.requests.delivery import RolloutFuture
 from rollout.rollout_config import mix
+from rollsync_cli.demo_model import DEMO_MODEL, demo_model_folder
 from rollsync_cli.errors import CommandError, GenerationFailedError, OutputError
 from rollsync_cli.interrupts import after_block
 
@@ -135,15 +136,13 @@ def read_prompts(path: Path) -> list[Line]:
 
 def load_engine(job: Job) -> GenerationEngine:
     """CommandError for a model, device or size that cannot work."""
-    is_path = job.model.startswith(("/", ".", "~")) or job.model.count("/") > 1
-    if is_path and not Path(job.model).expanduser().is_dir():
-        raise CommandError(f"there is no folder {job.model!r}; --model is a transformers folder or a hub name")
+    name_or_path = _name_or_path(job.model)
     if not job.progress:
         disable_progress_bar()
     device = None if job.device is None else _device(job.device)
     try:
         engine = GenerationEngine.from_pretrained(
-            str(Path(job.model).expanduser()) if is_path else job.model,
+            name_or_path,
             EngineConfig(num_threads=job.threads),
             dtype=None if job.dtype == "auto" else getattr(torch, job.dtype),
             device=device,
@@ -156,6 +155,22 @@ def load_engine(job: Job) -> GenerationEngine:
     if job.chat and getattr(engine.tokenizer, "chat_template", None) is None:
         raise CommandError(f"--chat: the model {job.model!r} has no chat template; give its prompts as they stand")
     return engine
+
+
+def _name_or_path(model: str) -> str:
+    if model == DEMO_MODEL:
+        folder = demo_model_folder()
+        if not folder.is_dir():
+            raise CommandError(
+                f"{model} is the model of the examples, and none has put it into {folder} yet: run make demo first, or give "
+                "--model a transformers folder or a hub name"
+            )
+        return str(folder)
+    if not model.startswith(("/", ".", "~")) and model.count("/") <= 1:
+        return model
+    if not Path(model).expanduser().is_dir():
+        raise CommandError(f"there is no folder {model!r}; --model is a transformers folder or a hub name")
+    return str(Path(model).expanduser())
 
 
 def _device(name: str) -> torch.device:

@@ -53,7 +53,12 @@ def generate(
             'as "prompt" (other columns are kept as metadata); any other file: a prompt a line. "-": text from stdin.'
         ),
     ],
-    model: Annotated[str, typer.Option(help="A transformers folder or a hub name of a causal language model.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A transformers folder or a hub name of a causal language model; smollm2: the examples' model, once make demo has run."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help='The file of rollouts, a JSON object a line. "-": stdout.')] = Path("-"),
     force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
     num_samples: Annotated[int, typer.Option("--num-samples", "-n", min=1, help="Rollouts of each prompt.")] = 1,
@@ -81,7 +86,7 @@ def generate(
 
     \b
         rollsync generate prompts.jsonl --model path/to/model --out rollouts.jsonl
-        rollsync generate - --model org/name -n 4 --temperature 0.7 < questions.txt
+        rollsync generate - --model smollm2 -n 4 --temperature 0.7 < questions.txt
 
     Exit code: 0; 1 if a prompt was refused, a rollout failed or the output took no more; 2 if nothing could be started; 130
     after Ctrl-C, which leaves whole lines.

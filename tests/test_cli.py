@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from rollout import RunLog
 from rollsync_cli.checks import Status
+from rollsync_cli.demo_model import demo_model_folder
 from rollsync_cli.doctor import check_shared_memory
 from rollsync_cli.generate import Line, read_prompts
 from rollsync_cli.interrupts import after_block
@@ -205,6 +206,22 @@ def test_what_cannot_start_says_so_in_one_line_with_exit_code_2(
     assert words in complaint
     assert (Path("taken.jsonl").read_text(), Path("prompts.txt").read_text()) == ("mine", "w5\n")
     assert done.stdout == ""
+
+
+def test_the_examples_model_goes_by_its_name_once_it_is_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompts = a_file(tmp_path, "w5", name="prompts.txt")
+    before = rollsync("generate", prompts, "--model", "smollm2", *SMALL)
+    assert before.exit_code == 2
+    assert before.stderr.startswith("rollsync: error: smollm2 is the model of the examples")
+    assert "run make demo first" in before.stderr
+    demo_model_folder().parent.mkdir()
+    demo_model_folder().symlink_to(model)
+    done = rollsync("generate", prompts, "--model", "smollm2", *SMALL)
+    assert done.exit_code == 0, done.output
+    assert len(lines_of(done.stdout)) == 1
 
 
 def test_force_replaces_the_file(model: Path, tmp_path: Path) -> None:
