@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test lint types clean
 
 demo: .venv/demo.stamp
-	HF_HUB_OFFLINE=1 $(BIN)/python examples/grpo.py $(ARGS)
+	$(BIN)/python examples/grpo.py $(ARGS)
 
 test: lint types
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)

@@ -1,4 +1,4 @@
-"""The run's folder, with a line a step on the screen, a table at the end, and the report."""
+"""The run's folder, with a line a step on the screen, a summary at the end, and the report."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ class RunFolder(RunLog):
 
     def __init__(self, path: Path, *, tokenizer: Any) -> None:
         super().__init__(path, tokenizer=tokenizer)
-        self._steps: list[dict[str, Any]] = []
+        self._rewards: list[float] = []
         self._num_rollouts = 0
         self._num_spanning = 0
 
@@ -30,9 +30,9 @@ class RunFolder(RunLog):
         self._num_spanning += sum(len(rollout.version_spans) > 1 for rollout in rollouts)
 
     def write_step(self, metrics: dict[str, Any]) -> None:
-        """One line in the file and one on the screen; the columns are those of the table."""
+        """One line in the file and one on the screen."""
         self.write_metrics(metrics)
-        self._steps.append(metrics)
+        self._rewards.append(metrics["reward"])
         print(
             "step {step:>3}  reward {reward:.3f}  {tokens_per_s:.0f} tokens/s  staleness {staleness}  "
             "pause wait {pause_wait_ms:.0f} ms, held {pause_held_ms:.0f} ms  spanning {spanning}  version {version}  "
@@ -41,30 +41,13 @@ class RunFolder(RunLog):
         )
 
     def print_summary(self) -> None:
-        """The table, how many rollouts span an update, and where the report and the files are."""
-        print("\n" + "".join(heading.rjust(9) for heading in _COLUMNS))
-        for step in self._steps:
-            print("".join(format(step[key], spec).rjust(9) for key, spec in _COLUMNS.values()))
+        """How many rollouts span an update, the reward, and where the report and the files are."""
         print()
         if self._num_rollouts:
             share = self._num_spanning / self._num_rollouts
             print(f"{self._num_spanning} of {self._num_rollouts} rollouts span an update ({share:.0%})")
-        if len(self._steps) >= 6:
-            first, last = (sum(step["reward"] for step in part) / 3 for part in (self._steps[:3], self._steps[-3:]))
+        if len(self._rewards) >= 6:
+            first, last = (sum(rewards) / 3 for rewards in (self._rewards[:3], self._rewards[-3:]))
             print(f"mean reward: {first:.2f} in the first three steps, {last:.2f} in the last three")
         print(f"report: {write_report(self.path)}")
         print(f"results: {self.path}", flush=True)
-
-
-_COLUMNS = {
-    "step": ("step", "d"),
-    "reward": ("reward", ".3f"),
-    "tokens/s": ("tokens_per_s", ".0f"),
-    "stale": ("staleness", "d"),
-    "spanning": ("spanning", "d"),
-    "wait ms": ("pause_wait_ms", ".0f"),
-    "held ms": ("pause_held_ms", ".0f"),
-    "version": ("version", "d"),
-    "s": ("seconds", ".1f"),
-}
-"""Heading, key in the metrics, format."""

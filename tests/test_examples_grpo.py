@@ -4,12 +4,14 @@ import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import grpo
+import huggingface_hub.constants
 import pytest
 import reasoning_gym
 import smollm2
@@ -60,7 +62,8 @@ def test_three_steps_write_every_rollout_and_every_version(tiny_model, tmp_path,
     assert steps[0]["mixed_groups"] == 3, "nothing is trained, so this shows nothing"
     spanning = sum(len(rollout["version_spans"]) > 1 for rollout in rollouts)
     printed = capsys.readouterr().out.splitlines()
-    assert any(line.startswith(f"{spanning} of 36 rollouts span an update") for line in printed)
+    assert [line[:8] for line in printed[1:5]] == ["step   1", "step   2", "step   3", ""]
+    assert printed[5].startswith(f"{spanning} of 36 rollouts span an update")
     assert printed[-2:] == [f"report: {out / 'report.html'}", f"results: {out}"]
     page = (out / "report.html").read_text()
     assert all(f'data-id="{rollout["rollout_id"]}"' in page for rollout in rollouts)
@@ -138,6 +141,22 @@ def test_an_out_folder_that_cannot_be_used_gives_one_line(tiny_model, tmp_path, 
         assert exit_info.value.code == 2
         message = capsys.readouterr().err.splitlines()[-1]
         assert str(out) in message
+
+
+def test_the_demo_may_ask_the_hub_and_asks_nothing_for_a_model_that_is_there(tiny_model, monkeypatch):
+    recipe = (EXAMPLE.parent.parent / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    assert "examples/grpo.py" in recipe
+    assert "OFFLINE" not in recipe, "a name of the hub fails, and nothing says why"
+    asked = []
+
+    def refuse(host, *_, **__):
+        asked.append(host)
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    smollm2.load_model(str(tiny_model))
+    assert asked == []
 
 
 def test_a_missing_model_package_gives_its_name(monkeypatch, tmp_path):
