@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from extras import need_extra
 from questions import Questions
 from run_folder import RunFolder
 from smollm2 import load_model
@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(base: Any, tokenizer: Any, args: argparse.Namespace, run: RunFolder) -> Any:
     """The model with its adapters, trained."""
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(args.seed)
     questions = Questions(TASKS[args.task], tokenizer, seed=args.seed, size=args.steps * args.prompts_per_step)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -119,6 +121,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the questions and the adapters (default 0)")
     parser.add_argument("--out", type=Path, help="the run's folder (default runs/lora-<time>)")
     args = parser.parse_args(argv)
+    need_extra(parser, "peft", "peft")
     if args.out is None:
         args.out = Path("runs") / f"lora-{datetime.now():%Y%m%d-%H%M%S}"
     return args

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from extras import need_extra
 from tasks import DEFAULT_TASK, TASKS
 from transformers import AutoTokenizer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from rollout import EngineConfig, GenerationEngine
-from trainer_adapters.trl.async_grpo import EngineRolloutWorker, EngineWeightTransfer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,8 +37,13 @@ def engine_for(args: argparse.Namespace) -> GenerationEngine:
     return GenerationEngine.from_pretrained(args.model, config, dtype=torch.float32, device="cpu" if args.cpu else None)
 
 
-def trainer_over(engine: GenerationEngine, args: argparse.Namespace) -> AsyncGRPOTrainer:
+def trainer_over(engine: GenerationEngine, args: argparse.Namespace) -> Any:
     """TRL's trainer, which loads its own copy of the model, between the engine's two ends."""
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    from trainer_adapters.trl.async_grpo import EngineRolloutWorker, EngineWeightTransfer
+
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     task = TASKS[args.task]
     data = task.dataset(seed=args.seed, size=64)
@@ -84,7 +87,7 @@ def trainer_over(engine: GenerationEngine, args: argparse.Namespace) -> AsyncGRP
     )
 
 
-def print_steps(trainer: AsyncGRPOTrainer) -> None:
+def print_steps(trainer: Any) -> None:
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     for number, step in enumerate(steps, start=1):
         print(
@@ -111,7 +114,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="the engine's torch threads (default: torch's own choice)")
     parser.add_argument("--cpu", action="store_true", help="train on the CPU, where the model has an attention for it")
     parser.add_argument("--out", type=Path, default=Path("runs/trl-async-grpo"), help="TRL's output folder")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    need_extra(parser, "trl", "trl")
+    return args
 
 
 if __name__ == "__main__":

@@ -16,18 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from extras import need_extra
 from smollm2 import load_model
 from tasks import DEFAULT_TASK, TASKS
-from trl import GRPOConfig
 
 from rollout import GenerationEngine
-from trainer_adapters.trl import EngineGRPOTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
     """TRL's logs, a dict a step."""
     args = parse_args(argv)
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    from trainer_adapters.trl import EngineGRPOTrainer
+
     model, tokenizer = load_model(args.model)
     task = TASKS[args.task]
     data = task.dataset(seed=args.seed, size=args.steps * args.prompts_per_step)
@@ -92,7 +95,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-5, help="AdamW's learning rate (default 2e-5)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and training (default 0)")
     parser.add_argument("--out", type=Path, default=Path("runs/trl-grpo"), help="TRL's output folder")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    need_extra(parser, "trl", "trl")
+    return args
 
 
 if __name__ == "__main__":
