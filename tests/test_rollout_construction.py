@@ -12,6 +12,7 @@ from fakes import (
     marker_llama,
     tiny_llama,
 )
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -108,6 +109,10 @@ def on_meta() -> nn.Module:
         return tiny_llama()
 
 
+def with_adapters() -> PeftModel:
+    return get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+
+
 def tensor_parallel() -> nn.Module:
     model = tiny_llama()
     model._device_mesh = object()  # what `from_pretrained(tp_plan="auto")` leaves
@@ -134,13 +139,15 @@ def test_a_model_sharded_by_fsdp2_is_refused(one_process_mesh: DeviceMesh) -> No
     [
         (lambda: nn.Linear(2, 2), "must be a transformers PreTrainedModel, got Linear; unwrap it first"),
         (lambda: nn.DataParallel(tiny_llama()), "got DataParallel; unwrap it"),
+        (with_adapters, r"got PeftModel; unwrap it first .*publish PolicyView\(peft_model\) to it"),
+        (lambda: with_adapters().get_base_model(), r"do not follow from its config.*PolicyView\(peft_model\)"),
         (lambda: None, "must be a transformers PreTrainedModel, got NoneType"),
         (tiny_t5, "T5ForConditionalGeneration is an encoder-decoder"),
         (headless, "LlamaModel has no language-model head; use its ForCausalLM class"),
         (on_meta, "must be on one real device, got .*meta"),
         (tensor_parallel, "tensor-parallel models are not supported; load the model on one device"),
     ],
-    ids=["module", "wrapped", "None", "encoder-decoder", "no head", "meta", "tensor-parallel"],
+    ids=["module", "wrapped", "PEFT", "adapters", "None", "encoder-decoder", "no head", "meta", "tensor-parallel"],
 )
 def test_a_model_that_cannot_be_hosted_is_refused(make: Callable[[], nn.Module], message: str) -> None:
     before = own_threads()

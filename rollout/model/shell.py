@@ -39,7 +39,7 @@ def build_shell(model: PreTrainedModel, *, copy_weights: bool) -> PreTrainedMode
     except RuntimeError as error:
         raise InvalidRequestError(
             f"{type(model).__name__} has parameters that do not follow from its config, so no second module can be "
-            f"built over them ({error}); pass the unwrapped base model, with adapters merged"
+            f"built over them; pass the model as its class makes it (PEFT: {_PEFT_REMEDY}): {error}"
         ) from None
     _copy_transient_buffers(model, shell)
     shell.generation_config = deepcopy(model.generation_config)
@@ -109,11 +109,17 @@ class WeightWatch:
         return None
 
 
+_PEFT_REMEDY = (
+    "make the engine with copy_weights=True from the base model before get_peft_model, and publish "
+    "PolicyView(peft_model) to it"
+)
+
+
 def _check_hostable(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise InvalidRequestError(
             f"the model must be a transformers PreTrainedModel, got {type(model).__name__}; unwrap it first "
-            "(DDP: model.module, torch.compile: model._orig_mod, PEFT: merge the adapter into a copy)"
+            f"(DDP: model.module, torch.compile: model._orig_mod, PEFT: {_PEFT_REMEDY})"
         )
     if model.config.is_encoder_decoder:
         raise InvalidRequestError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are hosted")
