@@ -13,7 +13,6 @@ import typer
 from rollsync_cli.errors import CommandError
 
 app = typer.Typer(
-    help="Rollouts from a model whose weights change while it generates.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -21,6 +20,23 @@ app = typer.Typer(
 )
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 INTERRUPTED = 130
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from rollsync_cli.versions import own_version
+
+        typer.echo(f"rollsync {own_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def rollsync(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Rollouts from a model whose weights change while it generates."""
 
 
 @app.command(short_help="Check this machine before a run.")

@@ -25,11 +25,11 @@ def check_versions() -> Iterator[Check]:
     """One check for Python, rollsync, and each package that it asks for or can use."""
     section = "versions"
     yield Check(section=section, name="python", status=Status.OK, detail=platform.python_version())
+    yield Check(section=section, name=DISTRIBUTION, status=Status.OK, detail=own_version())
     try:
-        version, asked = metadata.version(DISTRIBUTION), metadata.requires(DISTRIBUTION) or []
+        asked = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        version, asked = "not installed, run from its source tree", _from_source_tree()
-    yield Check(section=section, name=DISTRIBUTION, status=Status.OK, detail=version)
+        asked = _from_source_tree()
     seen: set[str] = set()
     for requirement in map(Requirement, asked):
         extra = next((name for name in FOR_WHAT if requirement.marker and name in str(requirement.marker)), None)
@@ -37,6 +37,14 @@ def check_versions() -> Iterator[Check]:
         if is_wanted and requirement.name not in seen:
             seen.add(requirement.name)
             yield check_version(requirement, extra, _installed(requirement.name))
+
+
+def own_version() -> str:
+    """Of rollsync, and whether it is not installed but run from its source tree."""
+    installed = _installed(DISTRIBUTION)
+    if installed is not None or not SOURCE_TREE.exists():
+        return installed or "of an unknown version"
+    return f"{tomllib.loads(SOURCE_TREE.read_text())['project']['version']} (not installed: run from its source tree)"
 
 
 def check_version(requirement: Requirement, extra: str | None, installed: str | None) -> Check:

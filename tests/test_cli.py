@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -427,11 +429,18 @@ def test_help_says_what_goes_in_what_comes_out_and_the_exit_codes(command: str) 
     assert "..." not in rollsync("--help").output.partition("Commands:")[2], "a line of the overview is cut"
 
 
+def test_the_version_is_that_of_the_project() -> None:
+    done = rollsync("--version")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert done.exit_code == 0
+    assert re.fullmatch(rf"rollsync {re.escape(version)}( \(not installed: run from its source tree\))?\n", done.output)
+
+
 def test_help_and_report_answer_without_torch(tmp_path: Path) -> None:
     RunLog(tmp_path / "run")
     code = (
         "import sys; from typer.testing import CliRunner; from rollsync_cli.main import app\n"
-        "for args in (['--help'], ['generate', '--help'], ['report', sys.argv[1]]):\n"
+        "for args in (['--help'], ['--version'], ['generate', '--help'], ['report', sys.argv[1]]):\n"
         "    assert CliRunner().invoke(app, args).exit_code == 0, args\n"
         "print(sorted({'torch', 'transformers', 'ray', 'rollout'} & set(sys.modules)))"
     )
