@@ -36,6 +36,7 @@ from trainer_adapters import (
     pad_rollouts,
     ppo_loss,
     reference_kl,
+    reference_log_ratio,
     token_logprobs,
     token_rewards,
 )
@@ -87,8 +88,9 @@ def train(model: Any, tokenizer: Any, args: argparse.Namespace, run: RunFolder) 
             mask = batch.loss_mask
             with torch.no_grad():
                 old_logprobs, old_values = learner(batch)
-                kl = reference_kl(old_logprobs, logprobs_of(reference, batch))
-            rewards = token_rewards(batch.rewards, mask, kl=kl, kl_coef=args.kl_coef)
+                reference_logprobs = logprobs_of(reference, batch)
+            log_ratio = reference_log_ratio(old_logprobs, reference_logprobs)
+            rewards = token_rewards(batch.rewards, mask, kl=log_ratio, kl_coef=args.kl_coef)
             advantages, returns = gae(rewards, old_values, mask)
             advantages = normalised(advantages, mask)
 
@@ -119,7 +121,7 @@ def train(model: Any, tokenizer: Any, args: argparse.Namespace, run: RunFolder) 
                 {
                     "step": step,
                     "reward": batch.rewards.mean().item(),
-                    "kl": (kl[mask].sum() / mask.sum()).item(),
+                    "kl": reference_kl(old_logprobs, reference_logprobs)[mask].mean().item(),
                     "explained_variance": metrics.explained_variance,
                     "value_loss": metrics.value_loss,
                     "clip_share": metrics.policy.clip_share,

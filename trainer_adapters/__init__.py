@@ -8,7 +8,7 @@ from trainer_adapters.batch import RolloutBatch, group_advantages, pad_rollouts
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.hf import WeightSyncCallback
 from trainer_adapters.importance import masked_importance, truncated_importance
-from trainer_adapters.kl import reference_kl
+from trainer_adapters.kl import reference_kl, reference_log_ratio
 from trainer_adapters.losses import LossMetrics, grpo_loss, token_logprobs
 from trainer_adapters.policy import PolicyView
 from trainer_adapters.ppo import PpoMetrics, ValueHead, ppo_loss
@@ -43,6 +43,7 @@ __all__ = [
     "pad_rollouts",
     "ppo_loss",
     "reference_kl",
+    "reference_log_ratio",
     "token_logprobs",
     "token_rewards",
     "truncated_importance",

@@ -11,9 +11,9 @@ from trainer_adapters.errors import AdapterError
 def token_rewards(rewards: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
     """Rewards [B, T] of single tokens: -kl_coef * kl at each unmasked token, and the rollout's own reward at its last.
 
-    `rewards` [B]; `mask` [B, T], true on the tokens that the policy sampled; `kl` [B, T] to the reference policy
-    (`reference_kl`, a constant here). A row without unmasked tokens gets none. Source: Ziegler et al. 2019, eq. 2. Raises
-    AdapterError.
+    `rewards` [B]; `mask` [B, T], true on the tokens that the policy sampled; `kl` [B, T] the signed log-ratio of policy and
+    reference (`reference_log_ratio`; `reference_kl` belongs in the loss). A row without unmasked tokens gets none. Source:
+    Ziegler et al. 2019, eq. 2. Raises AdapterError.
     """
     if mask.dim() != 2:
         raise AdapterError(f"mask must be [B, T], got {list(mask.shape)}")

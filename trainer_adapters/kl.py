@@ -1,29 +1,55 @@
-"""How far the policy is from a reference policy."""
+"""How far the policy is from a reference policy: as a loss, or as a penalty in the reward."""
 
 from torch import Tensor
 
 from trainer_adapters.errors import AdapterError
+from trainer_adapters.losses import at_least_float32
 
 LARGEST_LOG_RATIO = 20.0
 """Beyond it the exponential would drown every other token of a batch, and then overflow."""
 
 
 def reference_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate [B, T], never negative, of KL(pi || ref) at each token, from the sampled token alone:
+    """For a loss: an estimate [B, T], never negative, of KL(pi || ref) at each token, from the sampled token alone:
 
         k3 = ref / pi - log(ref / pi) - 1
 
-    `logprobs` [B, T] are those of the policy in training, `reference_logprobs` [B, T] those of the frozen model, both of
-    the sampled tokens and at one temperature. As a loss (its mean over the mask, times a coefficient, added to
-    `grpo_loss`) its gradient is that of KL(ref || pi); as a penalty inside the reward (`token_rewards`) detach it.
-    log(ref / pi) is capped at 20. Padding may hold any values; mask the result.
+    `logprobs` [B, T] are those of the policy in training, with gradient; `reference_logprobs` [B, T] those of the frozen
+    model; both of the sampled tokens and at one temperature. Its mean over the mask, times a coefficient, is added to
+    `grpo_loss`. Over tokens that pi itself sampled, its expectation is KL(pi || ref), and its expected gradient that of
+    KL(ref || pi). Tokens that an older policy sampled need the weights of `truncated_importance` on top, or both are
+    expectations under that policy. For a penalty in the reward it is wrong: see `reference_log_ratio`.
 
-    Sources: Schulman 2020, "Approximating KL divergence"; as a loss, GRPO (Shao et al. 2024), eq. 4. Raises AdapterError.
+    log(ref / pi) is capped at 20. Padding may hold any values; mask the result. Computed in float32, or float64 if that
+    comes in. Sources: Schulman 2020, "Approximating KL divergence"; GRPO (Shao et al. 2024), eq. 4. Raises AdapterError.
     """
+    _check(logprobs, reference_logprobs)
+    log_ratio = at_least_float32(reference_logprobs.detach()) - at_least_float32(logprobs)
+    log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    # exp(x) - x - 1 would be below 0 for small x, where the 1 rounds away what is left
+    return log_ratio.expm1() - log_ratio
+
+
+def reference_log_ratio(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """For the reward (`token_rewards`): log(pi / ref) [B, T] of each token, a constant, negative where the reference likes
+    the token better:
+
+        k1 = log pi - log ref
+
+    Arguments as in `reference_kl`. Over tokens that pi itself sampled, its expectation is KL(pi || ref), and the policy
+    gradient of a reward of -k1 is that of -KL(pi || ref). With k3 in its place it would not be: a token that the policy
+    has come to like less than the reference would be penalised, and pushed further away.
+
+    Padding may hold any values; `token_rewards` masks it. Computed in float32, or float64 if that comes in. As a loss it
+    would teach nothing: its expected gradient is 0. Sources: Ziegler et al. 2019, eq. 2; InstructGPT (Ouyang et al.
+    2022), eq. 2. Raises AdapterError.
+    """
+    _check(logprobs, reference_logprobs)
+    return at_least_float32(logprobs.detach()) - at_least_float32(reference_logprobs.detach())
+
+
+def _check(logprobs: Tensor, reference_logprobs: Tensor) -> None:
     if logprobs.shape != reference_logprobs.shape:
         raise AdapterError(
             f"reference_logprobs must be {list(logprobs.shape)} like logprobs, got {list(reference_logprobs.shape)}"
         )
-    log_ratio = (reference_logprobs.detach() - logprobs).clamp(max=LARGEST_LOG_RATIO)
-    # exp(x) - x - 1 would be below 0 for small x, where the 1 rounds away what is left
-    return log_ratio.expm1() - log_ratio
