@@ -205,16 +205,22 @@ class RolloutController:
         return self._questions.wait(begin, timeout_s, "evaluating")
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams | None = None, *, timeout_s: float = 600.0
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        timeout_s: float = 600.0,
     ) -> list[Rollout]:
-        """One rollout for each prompt of token ids, in order, as `evaluate` makes them but without a reward: no reward
-        function is asked."""
+        """`num_samples` rollouts for each prompt of token ids, in order, as `evaluate` makes them but without a reward: no
+        reward function is asked."""
         timeout_s = check_limit(timeout_s)
         wanted = params if params is not None else self.config.sampling
+        check_evaluation(prompts, wanted, num_samples)
         ready = evaluation_prompts(prompts, None)
 
         def begin(future: "Future[list[Rollout]]") -> None:
-            self._coordinator.evaluate(ready, wanted, 1, future, is_scored=False)
+            self._coordinator.evaluate(ready, wanted, num_samples, future, is_scored=False)
 
         return self._questions.wait(begin, timeout_s, "generating")
 

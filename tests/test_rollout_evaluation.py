@@ -86,10 +86,61 @@ def test_a_worker_with_a_commit_at_its_door_leaves_evaluations_to_the_others() -
         target = next(target for target in controller.targets() if target.worker_id == "w0")
         fleet.loop.call_later(0.05, lambda: target.call_update(SimulatedWorker.commit, 1))
         fleet.loop.call_later(0.1, lambda: coordinator.evaluate([prompt], params, 4, later))
-        first = controller.evaluate([[5, 6]], params, num_samples=2)
+        first = controller.evaluate([[5, 6], [5, 6]], params)
         assert {rollout.worker_id for rollout in first} == {"w0", "w1"}
         fleet.loop.advance(5.0)
         assert {rollout.worker_id for rollout in later.result(0)} == {"w1"}
+
+
+def test_samples_of_a_prompt_go_to_one_worker_together() -> None:
+    fleet = a_fleet(4, lengths=ConstantLengths(tokens=100), slots=64)
+    given: list[tuple[str, int]] = []
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        for worker in fleet.workers.values():
+            worker.submit = noting(worker.submit, given)
+        results = controller.evaluate([[5, 6], [7, 8]], SamplingParams(max_new_tokens=100), num_samples=6)
+    assert [size for name, size in given if name.startswith("eval")] == [6, 6]
+    assert [len({rollout.worker_id for rollout in results[at : at + 6]}) for at in (0, 6)] == [1, 1]
+    assert [rollout.sample_index for rollout in results] == [*range(6)] * 2
+
+
+@pytest.mark.parametrize("room", [{"max_samples_per_worker": 3}, {"max_outstanding": 3}])
+def test_samples_for_which_no_worker_has_room_at_once_go_as_they_fit(room: dict[str, int]) -> None:
+    """The first is the controller's own limit, the second the worker's, which refuses what is more. Training, which always
+    has something waiting, takes whatever place is left to it."""
+    limit = {} if "max_samples_per_worker" in room else room
+    fleet = a_fleet(1, slots=64, **limit)
+    config = a_config(group_size=1, prompts_per_step=4, max_staleness=200, **({} if limit else room))
+    with fleet.controller(PROMPTS, reward, config=config) as controller:
+        fleet.loop.advance(1.0)
+        params = SamplingParams(max_new_tokens=100, stop_token_ids=())
+        results = controller.evaluate([[5, 6]], params, num_samples=8, timeout_s=60)
+        assert [rollout.sample_index for rollout in results] == [*range(8)]
+        assert all(rollout.token_ids and rollout.reward is not None for rollout in results)
+        assert controller._coordinator.evaluations.num_on("w0") == 0
+
+
+def test_no_two_samples_draw_the_same_noise_under_a_seed_which_draws_it_again() -> None:
+    params = SamplingParams(max_new_tokens=1000, seed=3)
+
+    def lengths() -> list[int]:
+        with a_fleet().controller(PROMPTS, reward, config=a_config()) as controller:
+            results = controller.generate([[5, 6], [5, 6], [7, 8]], params, num_samples=3)
+        return [len(rollout.token_ids) for rollout in results]
+
+    first = lengths()
+    assert len(set(first)) == len(first) == 9
+    assert first == lengths()
+
+
+def noting(submit: Any, given: list[tuple[str, int]]) -> Any:
+    """A worker's `submit` that notes (request id, size) of each item."""
+
+    def noted(items: Any) -> Any:
+        given.extend((item.request_id, item.size) for item in items)
+        return submit(items)
+
+    return noted
 
 
 def test_an_evaluation_that_nobody_waits_for_any_more_ends_on_the_workers_too() -> None:

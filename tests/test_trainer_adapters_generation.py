@@ -41,7 +41,23 @@ def test_rollouts_come_in_the_order_of_the_prompts() -> None:
     assert all(is_usable(rollout) for rollout in rollouts)
 
 
-def test_rows_of_one_prompt_differ_under_a_seed_which_an_engine_draws_again() -> None:
+def test_controller_prefills_a_prompt_once_for_its_group_and_numbers_its_samples() -> None:
+    prompts = [[5] * 50] * 4 + [[6] * 50] * 4
+    engine = EngineConfig(num_blocks=64, page_size=16, prefix_sharing=False)
+    config = RolloutConfig(group_size=2, prompts_per_step=1)
+    with RolloutController(tiny_llama(), [[3, 4]], engine=engine, config=config) as controller:
+        generator = make(controller)
+        generator.generate([A], PARAMS, 1)  # after which the controller's own prompts rest
+        sizes: list[int] = []
+        controller.engine.model.model.register_forward_pre_hook(
+            lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        rollouts = generator.generate(prompts, PARAMS, 4)
+    assert [rollout.sample_index for rollout in rollouts] == [0, 1, 2, 3] * 2
+    assert sum(sizes) == 2 * 49 + 8 * 6, "but for the last token of each prompt, which each sample begins with"
+
+
+def test_rows_of_one_prompt_differ_under_a_seed_which_draws_them_again() -> None:
     config = RolloutConfig(group_size=2, prompts_per_step=1)
     with (
         GenerationEngine(tiny_llama(), SMALL) as engine,
@@ -50,11 +66,12 @@ def test_rows_of_one_prompt_differ_under_a_seed_which_an_engine_draws_again() ->
         for source in (engine, controller):
             rows = make(source).generate([A] * 4, replace(PARAMS, seed=5), 2)
             assert len({tuple(row.token_ids) for row in rows}) == 4
-        first, same, other = (
-            [row.token_ids for row in make(engine).generate([A, A, B], replace(PARAMS, seed=seed), 2)]
-            for seed in (5, 5, 6)
-        )
-    assert first == same != other
+            first, same, other = (
+                [row.token_ids for row in make(source).generate([A, A, A], replace(PARAMS, seed=seed), 2)]
+                for seed in (5, 5, 6)
+            )
+            assert first == same != other
+            assert len({tuple(ids) for ids in first}) == 3
 
 
 def test_sample_that_is_lost_is_generated_again_alone() -> None:

@@ -32,7 +32,7 @@ class Generator(Protocol):
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
         """Equal neighbours among the prompts are samples of one prompt, which one engine prefills once for each `group_size`
-        of them. No two of the rows draw the same noise, with a seed neither; an engine draws it again from the same seed.
+        of them. No two of the rows draw the same noise, with a seed neither; the same seed draws it again.
         A sample that could not be generated is not `is_usable`, says why in `error`, and touches no other one.
         Raises AdapterError if not one could be, and what the engine or fleet raises when it serves nothing."""
 
@@ -61,7 +61,7 @@ class EngineGenerator:
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams, group_size: int) -> list[Rollout]:
         self._revive()
         sized = list(groups(prompts, group_size))
-        of_group = [_of_group(params, number) for number in range(len(sized))]
+        of_group = [_of_group(params, place) for place in range(len(sized))]
         of_row = [own for own, (_, size) in zip(of_group, sized, strict=True) for _ in range(size)]
         rollouts = self._wait(self._group(ids, own, size) for own, (ids, size) in zip(of_group, sized, strict=True))
         for _ in range(self._max_retries):
@@ -139,13 +139,20 @@ class ControllerGenerator:
         if not self._is_drained:
             self._controller.drain(self._timeout_s)
             self._is_drained = True
+        sized = list(groups(prompts, group_size))
+        samples: dict[int, list[Rollout]] = {}  # by the group's place
+        for size in {size for _, size in sized}:  # one, unless the prompts are no multiple of the group's size
+            places = [place for place, (_, its) in enumerate(sized) if its == size]
+            made = self._generate([sized[place][0] for place in places], _of_group(params, size), size)
+            for number, place in enumerate(places):
+                samples[place] = made[number * size : (number + 1) * size]
+        return _checked([rollout for place in range(len(sized)) for rollout in samples[place]])
+
+    def _generate(self, prompts: list[list[int]], params: SamplingParams, size: int) -> list[Rollout]:
         try:
-            # with a seed it would give the samples of one prompt the same noise
-            unseeded = replace(params, seed=None)
-            rollouts = self._controller.generate(prompts, unseeded, timeout_s=self._timeout_s)
+            return self._controller.generate(prompts, params, num_samples=size, timeout_s=self._timeout_s)
         except InvalidRequestError as error:  # of every one of them
-            rollouts = [_failed(prompt_ids, error) for prompt_ids in prompts]
-        return _checked(rollouts)
+            return [_failed(prompt_ids, error) for prompt_ids in prompts for _ in range(size)]
 
 
 def warn_if_renormalising(params: SamplingParams) -> None:

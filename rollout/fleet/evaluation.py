@@ -4,6 +4,9 @@ An evaluation goes first: while a sample of it waits, it gets the next place tha
 training. What is on a worker already is not interrupted, so with `max_samples_per_worker` an evaluation begins as soon as
 samples end, and without it the engine puts it behind what it was given before.
 
+The samples of a prompt go to one worker, which prefills it once; where none has places for all, as many of them as fit.
+With a seed each prompt draws noise of its own, by its place among the prompts, and each of its samples too.
+
 A commit waits for the evaluation on its worker, up to `evaluation_wait_s`, and that worker gets no new evaluation until the
 commit has ended: each result is of one version, unless that took too long. Then its spans say so.
 """
@@ -20,6 +23,7 @@ from rollout.batches.rewards import RewardError, RewardResult
 from rollout.errors import InvalidRequestError
 from rollout.fleet.roster import Roster
 from rollout.fleet.scoring import Scoring
+from rollout.rollout_config import mix
 from rollout.types import FinishReason, Rollout, SamplingParams
 from rollout.workers.wire import Finished, WorkItem
 
@@ -41,9 +45,14 @@ class EvaluationRun:
 
 @dataclass(eq=False, kw_only=True)
 class _Task:
+    """One sample."""
+
     run: EvaluationRun
     position: int
     item: WorkItem
+    """As it is alone."""
+    request_id: str
+    """As what it runs or ran last: alone, or in a group."""
     metadata: dict[str, object]
     worker_id: str | None = None
     num_failures: int = 0
@@ -70,7 +79,7 @@ class Evaluations:
         self._wait_s = wait_s
         self._call_later = call_later
         self._numbers = itertools.count()
-        self._queued: deque[_Task] = deque()
+        self._queued: deque[list[_Task]] = deque()  # each of one prompt, neighbours, tried equally often
         self._running: dict[str, _Task] = {}  # by request id
         self._by_worker: dict[str, int] = {}
         self._runs: list[EvaluationRun] = []
@@ -94,15 +103,22 @@ class Evaluations:
         number = next(self._numbers)
         run = EvaluationRun(future=future, size=len(prompts) * num_samples, is_scored=is_scored)
         self._runs.append(run)
-        for position, (prompt, sample) in enumerate(itertools.product(prompts, range(num_samples))):
-            item = WorkItem(
-                request_id=f"{PREFIX}{number}-{position}",
-                prompt_ids=prompt.prompt_ids,
-                params=params,
-                prompt_id=prompt.prompt_id,
-                sample_index=sample,
-            )
-            self._queued.append(_Task(run=run, position=position, item=item, metadata=dict(prompt.metadata)))
+        for place, prompt in enumerate(prompts):
+            tasks: list[_Task] = []
+            for sample in range(num_samples):
+                position = place * num_samples + sample
+                item = WorkItem(
+                    request_id=f"{PREFIX}{number}-{position}",
+                    prompt_ids=prompt.prompt_ids,
+                    params=_seeded(params, place),
+                    prompt_id=prompt.prompt_id,
+                    sample_index=sample,
+                )
+                metadata = dict(prompt.metadata)
+                tasks.append(
+                    _Task(run=run, position=position, item=item, request_id=item.request_id, metadata=metadata)
+                )
+            self._queued.append(tasks)
         self._check(run)
 
     def dispatch(self, outbox: dict[str, list[WorkItem]], version: int) -> None:
@@ -110,14 +126,20 @@ class Evaluations:
         for run in [run for run in self._runs if run.future.done()]:
             self._drop(run)
         while self._queued:
-            seat = self._roster.least_loaded(1, version, barred=self._held)
+            size = len(self._queued[0])
+            while (seat := self._roster.least_loaded(size, version, barred=self._held)) is None and size > 1:
+                size //= 2  # or training, which takes single places, would leave it none
             if seat is None:
                 return
-            task = self._queued.popleft()
-            task.worker_id = seat.worker_id
-            self._running[task.item.request_id] = task
-            self._by_worker[seat.worker_id] = self.num_on(seat.worker_id) + 1
-            outbox.setdefault(seat.worker_id, []).append(task.item)
+            tasks = self._queued.popleft()
+            if tasks[size:]:
+                self._queued.appendleft(tasks[size:])
+            item = replace(tasks[0].item, size=size)
+            for task, request_id in zip(tasks[:size], _request_ids(item), strict=True):
+                task.worker_id, task.request_id = seat.worker_id, request_id
+                self._running[request_id] = task
+            self._by_worker[seat.worker_id] = self.num_on(seat.worker_id) + size
+            outbox.setdefault(seat.worker_id, []).append(item)
             self._roster.touch(seat.worker_id)
 
     def take(self, finished: Finished) -> bool:
@@ -141,15 +163,19 @@ class Evaluations:
 
     def refused(self, item: WorkItem, error: Exception) -> bool:
         """Whether the item is of an evaluation; if so it is queued again, or ends with the error if it can never work."""
-        task = self._running.get(item.request_id)
-        if task is None:
+        if not item.request_id.startswith(PREFIX):
             return False
-        self._release(task)
+        named = (self._running.get(name) for name in _request_ids(item))
+        tasks = [task for task in named if task is not None and task.item.attempt == item.attempt]
+        for task in tasks:
+            self._release(task)
         if isinstance(error, InvalidRequestError):
-            task.run.refusals.append(error)
-            self._fail(task, str(error), None)
+            for task in tasks:
+                task.run.refusals.append(error)
+                self._fail(task, str(error), None)
         else:
-            self._queued.appendleft(task)
+            half = len(tasks) // 2  # it may be more than the worker can ever hold
+            self._queued.extendleft(part for part in (tasks[half:], tasks[:half]) if part)
         return True
 
     def lost(self, worker_id: str, error: Exception) -> None:
@@ -194,7 +220,7 @@ class Evaluations:
         task.num_failures += 1
         if task.num_failures <= self._max_retries:
             task.item = replace(task.item, attempt=task.item.attempt + 1)
-            self._queued.appendleft(task)
+            self._queued.appendleft([task])
         else:
             self._fail(task, error, rollout)
 
@@ -207,7 +233,7 @@ class Evaluations:
     def _release(self, task: _Task) -> None:
         worker_id = task.worker_id
         assert worker_id is not None
-        del self._running[task.item.request_id]
+        del self._running[task.request_id]
         self._by_worker[worker_id] -= 1
         task.worker_id = None
         self._roster.touch(worker_id)
@@ -239,17 +265,17 @@ class Evaluations:
 
     def _drop(self, run: EvaluationRun) -> None:
         self._runs.remove(run)
-        self._queued = deque(task for task in self._queued if task.run is not run)
+        self._queued = deque(tasks for tasks in self._queued if tasks[0].run is not run)
         for task in [task for task in self._running.values() if task.run is run]:
             assert task.worker_id is not None
-            self.cancelled.append((task.worker_id, task.item.request_id))
+            self.cancelled.append((task.worker_id, task.request_id))
             self._release(task)
 
 
 def check_evaluation(rows: Any, params: Any, num_samples: Any) -> None:
     """InvalidRequestError for arguments that an evaluation cannot have: on the loop they would end the training."""
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
-        raise InvalidRequestError(f"evaluate takes a list of prompts, got {rows!r:.60}")
+        raise InvalidRequestError(f"it takes a list of prompts, got {rows!r:.60}")
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params must be SamplingParams, got {params!r:.60}")
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
@@ -266,6 +292,17 @@ def evaluation_prompts(rows: Iterable[Any], tokenizer: Tokenizer | None) -> list
             raise InvalidRequestError(f"evaluation prompt {number}: {error}") from None
         prompts.append(Prompt(number=number, prompt_id=f"e{number}", prompt_ids=ids, metadata=metadata))
     return prompts
+
+
+def _seeded(params: SamplingParams, place: int) -> SamplingParams:
+    """With a seed, one of its own for the prompt at each place: noise depends on the seed, the sample's index and the
+    token's position, so that prompts which occur twice would draw the same."""
+    return params if params.seed is None else replace(params, seed=mix(mix(params.seed) ^ place) >> 1)
+
+
+def _request_ids(item: WorkItem) -> list[str]:
+    """Of its samples, as a worker names them."""
+    return [item.request_id] if item.size == 1 else [f"{item.request_id}-{n}" for n in range(item.size)]
 
 
 def _nothing(item: WorkItem) -> Rollout:
