@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import (
@@ -17,7 +18,7 @@ from transformers import (
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
-from rollout import GenerationEngine
+from rollout import FinishReason, GenerationEngine
 from rollout.requests.delivery import RolloutFuture
 
 VOCAB_SIZE = 64
@@ -194,7 +195,7 @@ class AlarmsByHand:
 
 
 class CancelsOne(GenerationEngine):
-    """Ends the first sample of the first group before it has a token."""
+    """Its user cancels the first sample of the first group before it has a token."""
 
     num_submitted = 0
 
@@ -206,6 +207,19 @@ class CancelsOne(GenerationEngine):
         self.num_submitted += 1
         self.cancel(futures[0].request_id)
         gate.open()
+        return futures
+
+
+class LosesOne(CancelsOne):
+    """Loses the first sample of the first group before it has a token."""
+
+    def submit_group(self, *args: object, **kwargs: object) -> list[RolloutFuture]:
+        is_first = not self.num_submitted
+        futures = super().submit_group(*args, **kwargs)
+        if is_first:
+            lost = RolloutFuture(futures[0].request_id, self.cancel)
+            lost.set_result(replace(futures[0].result(30), finish_reason=FinishReason.ERROR, error="lost"))
+            futures[0] = lost
         return futures
 
 

@@ -1,14 +1,13 @@
-"""Rollouts as padded tensors, and group-relative advantages."""
+"""Rollouts as padded tensors."""
 
 import dataclasses
-import statistics
 from typing import Any
 
 import pytest
 import torch
 
 from rollout import FinishReason, Rollout, VersionSpan
-from trainer_adapters import AdapterError, group_advantages, pad_rollouts
+from trainer_adapters import AdapterError, pad_rollouts
 
 EOS = 9
 
@@ -43,7 +42,7 @@ def test_logprobs_masks_and_versions_line_up_with_the_targets_they_are_about() -
     assert batch.old_logprobs.tolist() == [[0.0, -0.5, -1.0, -1.5], [-0.5, 0.0, 0.0, 0.0]]
     assert batch.response_mask.tolist() == [[False, True, True, True], [True, False, False, False]]
     assert batch.loss_mask.tolist() == [[False, True, False, True], [True, False, False, False]]
-    assert batch.versions.tolist() == [[0, 3, 3, 5], [3, 0, 0, 0]]
+    assert batch.versions.tolist() == [[-1, 3, 3, 5], [3, -1, -1, -1]]
 
 
 def test_masks_do_not_depend_on_the_pad_id() -> None:
@@ -128,20 +127,3 @@ def test_pad_id_must_be_a_token_id(pad_id: int | None) -> None:
 def test_batch_without_tokens_is_refused() -> None:
     with pytest.raises(AdapterError, match="none of the 1 rollouts"):
         pad_rollouts([[rollout("a", [1], [], finish_reason=FinishReason.ABORT)]], pad_id=0)
-
-
-def test_advantages_are_relative_to_the_rows_own_group() -> None:
-    rewards = torch.tensor([1.0, 10.0, 0.0, 30.0, 0.5])
-    groups = torch.tensor([4, 7, 4, 7, 4])
-    advantages = group_advantages(rewards, groups, eps=1e-4)
-    expected = []
-    for reward, group in zip(rewards.tolist(), groups.tolist(), strict=True):
-        members = rewards[groups == group].tolist()
-        expected.append((reward - statistics.mean(members)) / (statistics.stdev(members) + 1e-4))
-    assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize(("reward", "size"), [(0.5, 2), (0.1, 3), (100.1, 8), (1000.1, 3), (-12345.67, 7), (3e30, 5)])
-def test_equal_rewards_and_a_group_of_one_get_no_advantage(reward: float, size: int) -> None:
-    rewards = torch.tensor([reward] * size + [3.0])
-    assert not group_advantages(rewards, torch.tensor([0] * size + [1])).any()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes import CancelsOne, tiny_llama
+from fakes import CancelsOne, LosesOne, tiny_llama
 
 from rollout import (
     EngineConfig,
@@ -75,17 +75,24 @@ def test_rows_of_one_prompt_differ_under_a_seed_which_draws_them_again() -> None
 
 
 def test_sample_that_is_lost_is_generated_again_alone() -> None:
-    with CancelsOne(tiny_llama(), SMALL) as engine:
+    with LosesOne(tiny_llama(), SMALL) as engine:
         rollouts = make(engine).generate([A, A, B, B], PARAMS, 2)
         assert [len(rollout.token_ids) for rollout in rollouts] == [6, 6, 6, 6]
         assert engine.stats().generated_tokens == 4 * 6, "a sibling was generated again"
 
 
 def test_sample_that_fails_for_good_leaves_its_siblings() -> None:
-    with CancelsOne(tiny_llama(), SMALL) as engine:
+    with LosesOne(tiny_llama(), SMALL) as engine:
         rollouts = make(engine, max_retries=0).generate([A, A, B, B], PARAMS, 2)
     assert [is_usable(rollout) for rollout in rollouts] == [False, True, True, True]
-    assert rollouts[0].finish_reason is FinishReason.ABORT
+    assert (rollouts[0].finish_reason, rollouts[0].error) == (FinishReason.ERROR, "lost")
+
+
+def test_sample_that_is_cancelled_is_not_generated_again() -> None:
+    with CancelsOne(tiny_llama(), SMALL) as engine:
+        rollouts = make(engine).generate([A, A, B, B], PARAMS, 2)
+        assert engine.stats().generated_tokens == 3 * 6
+    assert [rollout.finish_reason for rollout in rollouts] == [FinishReason.ABORT] + [FinishReason.LENGTH] * 3
 
 
 def test_refused_prompt_fails_alone() -> None:

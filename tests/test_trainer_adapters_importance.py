@@ -30,23 +30,30 @@ def test_weights_are_constants() -> None:
 
 
 def test_weights_of_bf16_log_probs_are_float32() -> None:
-    assert truncated_importance(NEW.bfloat16(), OLD.bfloat16()).dtype == torch.float32
+    new, old = torch.tensor([[-8.0, -1.0078125]]).bfloat16(), torch.tensor([[-8.125, -8.125]]).bfloat16()
+    for weigh in (truncated_importance, masked_importance):
+        weights = weigh(new, old, high=2000.0)
+        assert weights.dtype == torch.float32
+        assert torch.equal(weights, weigh(new.float(), old.float(), high=2000.0)), "the ratio was rounded to bf16"
+        assert weigh(new.double(), old.double()).dtype == torch.float64
 
 
 def test_truncated_weights_are_what_grpo_loss_takes_by_itself() -> None:
     logprobs = (NEW[:, :-1] + 0.05).requires_grad_()
     arguments = (logprobs, OLD[:, :-1], torch.tensor([2.0]), torch.ones(1, 6, dtype=torch.bool))
-    by_itself, _ = grpo_loss(*arguments, proximal_logprobs=NEW[:, :-1])
+    by_itself, its_metrics = grpo_loss(*arguments, proximal_logprobs=NEW[:, :-1])
     weights = truncated_importance(NEW[:, :-1], OLD[:, :-1])
-    given, _ = grpo_loss(*arguments, proximal_logprobs=NEW[:, :-1], importance_weights=weights)
+    given, metrics = grpo_loss(*arguments, proximal_logprobs=NEW[:, :-1], importance_weights=weights)
     assert torch.equal(by_itself, given)
+    assert metrics == its_metrics
+    assert metrics.truncated_share == pytest.approx(1 / 6), "one ratio is above the bound"
 
 
 def test_token_of_weight_0_has_no_gradient_and_counts_in_the_mean() -> None:
     logprobs = torch.full((1, 2), -1.0, requires_grad=True)
     loss, metrics = grpo_loss(
         logprobs,
-        torch.full((1, 2), -1.0),
+        torch.tensor([[-1.0, -1.0 + math.log(2)]]),
         torch.tensor([3.0]),
         torch.ones(1, 2, dtype=torch.bool),
         proximal_logprobs=torch.full((1, 2), -1.0),

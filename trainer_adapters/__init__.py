@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer_adapters.advantages import gae, normalised, token_rewards
-from trainer_adapters.batch import RolloutBatch, group_advantages, pad_rollouts
+from trainer_adapters.advantages import gae, group_advantages, normalised, token_rewards
+from trainer_adapters.batch import RolloutBatch, pad_rollouts
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.hf import WeightSyncCallback
 from trainer_adapters.importance import masked_importance, truncated_importance

@@ -1,4 +1,4 @@
-"""From one reward per rollout to one advantage per token, with a critic."""
+"""From one reward per rollout to advantages: of its group's other rollouts, or of each token with a critic."""
 
 import math
 
@@ -8,12 +8,36 @@ from torch import Tensor
 from trainer_adapters.errors import AdapterError
 
 
+def group_advantages(rewards: Tensor, group_index: Tensor, *, eps: float = 1e-4) -> Tensor:
+    """Group-relative advantages [B] of rewards [B]: (r - mean) / (std + eps) within each group of equal `group_index` [B].
+
+    Source: GRPO, DeepSeekMath (Shao et al. 2024), section 4.1.2. `std` is the sample's (divided by n - 1), as in other
+    trainers; a group of one, or of equal rewards, gets 0 and teaches nothing. Groups may differ in size, after failed
+    rollouts left. Raises AdapterError for shapes that differ, and for a reward that is no finite number: it would make its
+    whole group's advantages NaN.
+    """
+    if rewards.dim() != 1:
+        raise AdapterError(f"rewards must be [B], got {list(rewards.shape)}")
+    _check("group_index", group_index, rewards.shape)
+    _check_finite(rewards)
+    groups, group_of_row = torch.unique(group_index, return_inverse=True)
+    zeros = torch.zeros(len(groups), dtype=rewards.dtype, device=rewards.device)
+    size = zeros.index_add(0, group_of_row, torch.ones_like(rewards))
+    # The mean of equal rewards may be off by a rounding error; from the least one on they are exactly 0.
+    least = torch.full_like(zeros, math.inf).scatter_reduce(0, group_of_row, rewards, "amin")
+    shifted = rewards - least[group_of_row]
+    centred = shifted - (zeros.index_add(0, group_of_row, shifted) / size)[group_of_row]
+    variance = zeros.index_add(0, group_of_row, centred.square()) / (size - 1).clamp(min=1)
+    return centred / (variance.sqrt()[group_of_row] + eps)
+
+
 def token_rewards(rewards: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
     """Rewards [B, T] of single tokens: -kl_coef * kl at each unmasked token, and the rollout's own reward at its last.
 
     `rewards` [B]; `mask` [B, T], true on the tokens that the policy sampled; `kl` [B, T] the signed log-ratio of policy and
-    reference (`reference_log_ratio`; `reference_kl` belongs in the loss). A row without unmasked tokens gets none. Source:
-    Ziegler et al. 2019, eq. 2. Raises AdapterError.
+    reference (`reference_log_ratio`; `reference_kl` belongs in the loss). A row without unmasked tokens gets none, whatever
+    its reward. Source: Ziegler et al. 2019, eq. 2. Raises AdapterError for shapes that differ, and for a reward of another
+    row that is no finite number.
     """
     if mask.dim() != 2:
         raise AdapterError(f"mask must be [B, T], got {list(mask.shape)}")
@@ -24,7 +48,9 @@ def token_rewards(rewards: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl
         _check("kl", kl, mask.shape)
         result -= kl_coef * torch.where(counted, kl.detach().float(), 0.0)
     is_last = counted & (counted.flip(1).cumsum(1).flip(1) == 1)
-    return result + is_last * rewards.float().unsqueeze(1)
+    reward = torch.where(is_last.any(1), rewards.float(), 0.0)
+    _check_finite(reward)
+    return result + is_last * reward.unsqueeze(1)
 
 
 def gae(
@@ -92,6 +118,14 @@ def normalised(advantages: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor
     shifted = torch.where(counted, advantages - torch.where(counted, advantages, math.inf).amin(), 0.0)
     centred = torch.where(counted, shifted - shifted.sum() / count, 0.0)
     return centred / ((centred.square().sum() / count).sqrt() + eps)
+
+
+def _check_finite(rewards: Tensor) -> None:
+    bad = (~rewards.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise AdapterError(
+            f"rewards must be finite, got {rewards[bad[0]].item()} in row {bad[0]}; leave that rollout out of the batch"
+        )
 
 
 def _check(name: str, tensor: Tensor, shape: torch.Size) -> None:

@@ -31,7 +31,7 @@ class RolloutBatch:
     old_logprobs: Tensor
     """[B, T-1] float32: log-prob of the target under the policy that sampled it; 0 outside the response."""
     versions: Tensor
-    """[B, T-1] int64: the policy version that sampled the target; 0 outside the response."""
+    """[B, T-1] int64: the policy version that sampled the target; -1, which is none, outside the response."""
     rewards: Tensor
     """[B] float32."""
     group_index: Tensor
@@ -41,7 +41,7 @@ class RolloutBatch:
     rollout_ids: tuple[str, ...]
     """B ids, in row order."""
     dropped_ids: tuple[str, ...]
-    """Rollouts that are not in the batch: failed ones and those without tokens."""
+    """Rollouts of the given groups that are in no row: failed ones and those without tokens."""
 
     @property
     def targets(self) -> Tensor:
@@ -49,7 +49,8 @@ class RolloutBatch:
         return self.input_ids[:, 1:]
 
     def rows(self, index: Tensor) -> "RolloutBatch":
-        """The rows at `index` [n] int64, in that order and as wide as they are here, as for a minibatch."""
+        """The rows at `index` [n] int64, in that order and as wide as they are here, as for a minibatch; `dropped_ids` are
+        still those of the given groups."""
         tensors: dict[str, Any] = {name: x[index] for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, rollout_ids=tuple(self.rollout_ids[i] for i in index.tolist()), **tensors)
 
@@ -80,7 +81,7 @@ def pad_rollouts(groups: Sequence[Sequence[Rollout]], pad_id: int | None) -> Rol
     response_mask = torch.zeros(shape, dtype=torch.bool)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     old_logprobs = torch.zeros(shape, dtype=torch.float32)
-    versions = torch.zeros(shape, dtype=torch.int64)
+    versions = torch.full(shape, -1, dtype=torch.int64)
     for row, (_, rollout) in enumerate(kept):
         start = len(rollout.prompt_ids)
         end = start + len(rollout.token_ids)
@@ -104,23 +105,6 @@ def pad_rollouts(groups: Sequence[Sequence[Rollout]], pad_id: int | None) -> Rol
         rollout_ids=tuple(rollout.rollout_id for _, rollout in kept),
         dropped_ids=tuple(rollout.rollout_id for _, rollout in every if not _is_trainable(rollout)),
     )
-
-
-def group_advantages(rewards: Tensor, group_index: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """Group-relative advantages [B] of rewards [B]: (r - mean) / (std + eps) within each group of equal `group_index`.
-
-    Source: GRPO, DeepSeekMath (Shao et al. 2024), section 4.1.2. `std` is the sample's (divided by n - 1), as in other
-    trainers; a group of one, or of equal rewards, gets 0. Groups may differ in size, after failed rollouts left.
-    """
-    groups, group_of_row = torch.unique(group_index, return_inverse=True)
-    zeros = torch.zeros(len(groups), dtype=rewards.dtype, device=rewards.device)
-    size = zeros.index_add(0, group_of_row, torch.ones_like(rewards))
-    # The mean of equal rewards may be off by a rounding error; from the least one on they are exactly 0.
-    least = torch.full_like(zeros, math.inf).scatter_reduce(0, group_of_row, rewards, "amin")
-    shifted = rewards - least[group_of_row]
-    centred = shifted - (zeros.index_add(0, group_of_row, shifted) / size)[group_of_row]
-    variance = zeros.index_add(0, group_of_row, centred.square()) / (size - 1).clamp(min=1)
-    return centred / (variance.sqrt()[group_of_row] + eps)
 
 
 def _is_trainable(rollout: Rollout) -> bool:

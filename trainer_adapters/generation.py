@@ -51,7 +51,8 @@ def is_usable(rollout: Rollout) -> bool:
 
 
 class EngineGenerator:
-    """Asks one engine. What the engine lost goes on from what it had; if it died, it is restarted for that."""
+    """Asks one engine. A sample that the engine lost (ERROR) goes on from the tokens that it had; if the engine died, it is
+    restarted for that. One that was cancelled (ABORT) or ran out of time is not tried again."""
 
     def __init__(self, engine: GenerationEngine, *, timeout_s: float, max_retries: int) -> None:
         self._engine = engine
@@ -65,7 +66,7 @@ class EngineGenerator:
         of_row = [own for own, (_, size) in zip(of_group, sized, strict=True) for _ in range(size)]
         rollouts = self._wait(self._group(ids, own, size) for own, (ids, size) in zip(of_group, sized, strict=True))
         for _ in range(self._max_retries):
-            lost = [i for i, r in enumerate(rollouts) if r.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)]
+            lost = [i for i, r in enumerate(rollouts) if r.finish_reason is FinishReason.ERROR]
             if not lost:
                 break
             self._revive()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer_adapters.errors import AdapterError
+from trainer_adapters.losses import at_least_float32
 
 
 def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, *, high: float = 2.0) -> Tensor:
@@ -13,7 +14,8 @@ def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, *, high: float 
 
     `logprobs` [B, T] are those of the weights that the batch trains from (pi, before its first step), `old_logprobs`
     [B, T] those that the engine recorded (mu). The estimate is unbiased but for the tokens above `high`, which keep that
-    much of their weight. This is what `grpo_loss` does by itself. Source: Ionides 2008. Raises AdapterError.
+    much of their weight. This is what `grpo_loss` does by itself. Computed in float32, or float64 if that comes in.
+    Source: Ionides 2008. Raises AdapterError.
     """
     _check(logprobs, old_logprobs)
     if not 1 <= high < math.inf:
@@ -40,7 +42,7 @@ def masked_importance(logprobs: Tensor, old_logprobs: Tensor, *, low: float = 0.
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    return (logprobs - old_logprobs).detach().float()
+    return at_least_float32(logprobs.detach()) - at_least_float32(old_logprobs.detach())
 
 
 def _check(logprobs: Tensor, old_logprobs: Tensor) -> None:

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from trainer_adapters.errors import AdapterError
 
+ROUNDING = 0.01
+"""By so much, as a logarithm, a weight may be off its ratio without having been cut: bf16 rounds by 0.004."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossMetrics:
@@ -21,7 +24,8 @@ class LossMetrics:
     clip_share: float
     """Share of tokens that the clip takes out of the gradient."""
     truncated_share: float
-    """Share of tokens whose weight was cut: by `max_importance`, or to 0 by `masked_importance`."""
+    """Share of tokens that weigh less than their ratio: cut by `max_importance`, by `truncated_importance`, or to 0 by
+    `masked_importance`."""
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -59,16 +63,18 @@ def grpo_loss(
         w = min(pi_prox / mu, C)                          truncated importance weight, a constant, C = max_importance
         loss = -w * min(min(r, C) * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
-    and the result is the mean over all unmasked tokens of the call (not per sequence first, which would favour short
-    responses). To accumulate over micro-batches, scale each by its share of the tokens. No unmasked token: 0, with zero
-    gradients. There is no KL term.
+    and the result is the mean over all unmasked tokens of the call. To accumulate over micro-batches, scale each by its
+    share of the tokens. No unmasked token: 0, with zero gradients.
+
+    That is DAPO's mean. GRPO as published takes the mean of each sequence first, in which a token of a short response
+    weighs more, adds a KL term (`reference_kl`), and has neither w nor the bound on r.
 
     Which `proximal_logprobs`: the clip limits how far one batch moves the policy, so its centre belongs where the batch
-    started. None takes the behaviour policy for that (w = 1), which is right while rollouts are of the weights that
-    train on them, and is GRPO as published. For stale rollouts it is not: tokens that other batches already moved by
-    more than the clip range lose their gradient. Then pass the log-probs computed before the first step, or
-    `logprobs.detach()` if there is one step per batch. Staleness needs no version here: each token's own log-prob is of
-    the version that sampled it.
+    started. None takes the behaviour policy for that (w = 1), as PPO and GRPO do, which is right while rollouts are of
+    the weights that train on them. For stale rollouts it is not: tokens that other batches already moved by more than
+    the clip range lose their gradient. Then pass the log-probs computed before the first step, or `logprobs.detach()` if
+    there is one step per batch. Staleness needs no version here: each token's own log-prob is of the version that
+    sampled it.
 
     `importance_weights` [B, T], constants, take the place of w: those of `masked_importance`, say. They weigh pi_prox
     against mu, so `proximal_logprobs` must come with them. A token of weight 0 counts in the mean and has no gradient.
@@ -107,7 +113,7 @@ def grpo_loss(
     with torch.no_grad():
         total = torch.where(counted, logprobs - behaviour, -math.inf).exp()
         is_clipped = clipped * advantage < ratio * advantage
-        is_cut = log_weight > log_max if importance_weights is None else weight == 0
+        is_cut = log_weight > (log_max if importance_weights is None else weight.log() + ROUNDING)
         is_truncated = is_cut | ((log_ratio > log_max) & (advantage < 0))
         highest = total.max() if total.numel() else total.sum()
         numbers = [num_tokens, total.sum(), highest, (is_clipped & counted).sum(), (is_truncated & counted).sum()]
