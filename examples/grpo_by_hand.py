@@ -52,14 +52,19 @@ def train(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
             rollouts = [rollout for group in groups for rollout in group]
             staleness = engine.version - min(rollout.min_version or 0 for rollout in rollouts)
 
-            # 2. A backward for each group, in the place of which a group of the next step begins. All tokens count alike.
-            num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+            # 2. A backward for each group, in the place of which a group of the next step begins. A group of equal rewards
+            # has nothing to teach and counts for nothing; all tokens of the others count alike.
+            mixed = [len({rollout.reward for rollout in group}) > 1 for group in groups]
+            num_tokens = sum(
+                len(r.token_ids) for group, learns in zip(groups, mixed, strict=True) if learns for r in group
+            )
             for position, group in enumerate(groups):
-                input_ids, mask, old_logprobs = tensors_of(group)
-                logits = model(input_ids, use_cache=False).logits[:, :-1].float()
-                logprobs = logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-                losses = policy_losses(logprobs, old_logprobs, advantages_of(group))
-                (losses[mask].sum() / num_tokens).backward()
+                if mixed[position]:
+                    input_ids, mask, old_logprobs = tensors_of(group)
+                    logits = model(input_ids, use_cache=False).logits[:, :-1].float()
+                    logprobs = logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+                    losses = policy_losses(logprobs, old_logprobs, advantages_of(group))
+                    (losses[mask].sum() / num_tokens).backward()
                 if (number := step * num_prompts + position) < len(questions):
                     in_flight.append(submit(number))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -70,8 +70,10 @@ def train(base: Any, tokenizer: Any, args: argparse.Namespace, run: RunFolder) -
             run.write_rollouts(rollouts, step=step, trained_version=trained_version)
             in_flight = submit(step + 1) if step < args.steps else []
 
-            num_tokens = sum(sum(rollout.loss_mask) for rollout in rollouts)
-            for group in groups:
+            # Equal rewards make all advantages, and so all gradients, of a group zero.
+            mixed = [group for group in groups if len({rollout.reward for rollout in group}) > 1]
+            num_tokens = sum(sum(rollout.loss_mask) for group in mixed for rollout in group)
+            for group in mixed:
                 batch = pad_rollouts([group], pad_id)
                 logits = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
                 logprobs = token_logprobs(logits[:, :-1], batch.targets)

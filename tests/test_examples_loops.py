@@ -2,8 +2,11 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import grpo
 import grpo_by_hand
 import lora
 import ppo
@@ -14,6 +17,7 @@ import trainer_callback
 from digit_model import TASK, save_digit_model
 from peft.tuners.lora import LoraLayer
 from run_folder import RunFolder
+from tasks import TASKS
 
 from rollout import FinishReason, Rollout, VersionSpan
 from trainer_adapters import group_advantages, grpo_loss, pad_rollouts
@@ -68,6 +72,34 @@ def test_the_loop_by_hand_has_the_batch_and_the_gradients_of_the_library() -> No
     (theirs,) = torch.autograd.grad(loss, logprobs)
     assert metrics.truncated_share > 0, "no weight was cut, so this shows nothing of the bound"
     assert torch.allclose(ours, theirs)
+
+
+def test_a_step_by_hand_has_the_gradient_of_the_librarys_whose_groups_of_equal_rewards_count_for_nothing(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Before it is clipped, since a clipped one does not tell by what it was divided."""
+    options = ["--steps", "1", "--prompts-per-step", "6", "--group-size", "4", "--max-new-tokens", "8"]
+    arguments = ["--model", str(model_folder), "--task", TASK, "--seed", "2", *options]
+
+    def gradients(train: Callable[[Any, Any], None]) -> list[torch.Tensor]:
+        model, tokenizer = smollm2.load_model(str(model_folder))
+        kept: dict[int, torch.Tensor] = {}
+        for place, parameter in enumerate(model.parameters()):
+            parameter.register_post_accumulate_grad_hook(lambda p, at=place: kept.update({at: p.grad.clone()}))
+        train(model, tokenizer)
+        return [kept[place] for place in sorted(kept)]
+
+    _, args = grpo.parse_args([*arguments, "--out", str(tmp_path)])
+    run = RunFolder(args.out, tokenizer=None)
+    ours = gradients(lambda model, tokenizer: grpo.train(model, tokenizer, TASKS[TASK], args, run))
+    by_hand = gradients(
+        lambda model, tokenizer: grpo_by_hand.train(model, tokenizer, grpo_by_hand.parse_args(arguments))
+    )
+    (step,) = lines(tmp_path / "metrics.jsonl")
+    assert 0 < step["mixed_groups"] < 6, "no group is equal, or all are, so this shows nothing"
+    assert len(ours) == len(by_hand) > 10
+    for left, right in zip(ours, by_hand, strict=True):
+        assert torch.allclose(left, right, rtol=1e-3, atol=1e-5 * float(left.abs().max()))
 
 
 def test_the_loop_by_hand_updates_the_engine_at_each_step(

@@ -64,7 +64,9 @@ def grpo_loss(
         loss = -w * min(min(r, C) * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
     and the result is the mean over all unmasked tokens of the call. To accumulate over micro-batches, scale each by its
-    share of the tokens. No unmasked token: 0, with zero gradients.
+    share of the tokens. No unmasked token: 0, with zero gradients. Tokens of a group of equal rewards, whose advantages
+    are 0, count in the mean too: leave such groups out, of the batch or of the shares, and the gradient does not depend
+    on how many there were.
 
     That is DAPO's mean. GRPO as published takes the mean of each sequence first, in which a token of a short response
     weighs more, adds a KL term (`reference_kl`), and has neither w nor the bound on r.
