@@ -35,6 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from rollout import GenerationEngine
 from sync import WeightSync
 from trainer_adapters import AdapterError, PolicyView
+from trainer_adapters.ray_train import Ranks
 
 TIMEOUT = timedelta(seconds=60)
 BUCKET_BYTES = 10_000  # a layer of the model has 32 KB
@@ -187,6 +188,31 @@ def published(wrap: Callable[[Any], nn.Module], rank: int) -> dict[str, Any]:
         return {"versions": versions, "engine": held, "expected": expected_weights(model)}
 
 
+def dealt(rank: int, store: dist.Store) -> dict[str, Any]:
+    """What each rank has of a deal that the first one is interrupted in, and of one that it takes too long for; and of the
+    trainer's own group afterwards."""
+
+    def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    def late() -> list[str]:
+        store.wait(["the second rank has given up"], TIMEOUT)
+        return ["first", "second"]
+
+    dist.barrier()  # the limit is that of making the group too
+    seen: dict[str, Any] = {}
+    for name, make, ranks in (("late", late, Ranks(timeout_s=3.0)), ("interrupted", interrupted, Ranks())):
+        try:
+            seen[name] = ranks.deal(make)
+        except (KeyboardInterrupt, AdapterError) as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+        if name == "late" and rank == 1:
+            store.set("the second rank has given up", "")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return {**seen, "total": total.item()}
+
+
 def refused() -> str:
     model = lora_model()
     layer = layers_of(model)[0].self_attn.q_proj
@@ -207,6 +233,7 @@ def main(rank: int, folder: Path) -> None:
     for case, wrap in PUBLISHED.items():
         results[f"published {case}"] = published(wrap, rank)
     results["refused"] = refused()
+    results["dealt"] = dealt(rank, store)
     torch.save(deepcopy(results), folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -124,6 +124,17 @@ def test_engine_on_the_first_rank_holds_what_both_ranks_trained(seen: Seen, case
     assert all(torch.equal(tensor, expected[name]) for name, tensor in first["engine"].items())
 
 
+def test_interrupt_of_the_first_rank_ends_the_wait_of_the_others(seen: Seen) -> None:
+    first, second = (results["dealt"]["interrupted"] for results in seen)
+    assert first.startswith("KeyboardInterrupt")
+    assert second == "AdapterError: the first rank failed, and with it all of them: KeyboardInterrupt: "
+
+
+def test_wait_for_the_first_rank_has_a_limit_of_its_own_and_leaves_the_trainers_group_alone(seen: Seen) -> None:
+    assert "the first rank did not give its part within 3 s, or has gone" in seen[1]["dealt"]["late"]
+    assert [results["dealt"]["total"] for results in seen] == [2.0, 2.0]
+
+
 def test_adapter_in_another_fsdp1_unit_than_its_base_is_refused(seen: Seen) -> None:
     for results in seen:
         assert "layers.0.self_attn.q_proj.weight lies in another FSDP unit than its base" in results["refused"]

@@ -42,7 +42,7 @@ from trainer_adapters.publishing import targets_of
 
 STATE_FILE = "rollsync_fleet.json"
 """In a checkpoint's folder, beside the trainer's own files."""
-GROUP_TIMEOUT = timedelta(hours=24)
+GROUP_TIMEOUT_S = 86_400.0
 """Beyond every limit on a batch, which is the one that ends a wait: the first rank tells the others."""
 
 Config = dict[str, Any]
@@ -129,27 +129,34 @@ class Failed:
 class Ranks:
     """The ranks of torch.distributed's default group, or this process alone. Made on all of them, as every group is."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = GROUP_TIMEOUT_S) -> None:
+        """`timeout_s`: how long a rank waits for the first one; longer than what that does may take."""
         is_alone = not (dist.is_available() and dist.is_initialized())
         self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
         # One of its own, over gloo: a wait for rollouts must neither hold a GPU nor get between the trainer's collectives.
-        self._group = None if self.size == 1 else dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        self._timeout_s = timeout_s
+        limit = timedelta(seconds=timeout_s)
+        self._group = None if self.size == 1 else dist.new_group(backend="gloo", timeout=limit)
 
     def deal(self, make: Callable[[], Sequence[T]]) -> T:
         """Calls `make` on the first rank and returns the part of its result that is this rank's. Raises its error there,
-        and on the others an AdapterError that tells of it."""
+        and on the others an AdapterError that tells of it, or that the first rank has gone or said nothing in time."""
         if self.size == 1:
             return make()[0]
         parts: list[T | Failed] | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         if self.rank == 0:
             try:
                 parts = list(make())
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C too
                 failure = error  # the others wait for their parts, and would do so for ever
                 parts = [Failed(f"{type(error).__name__}: {error}")] * self.size
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, parts, src=0, group=self._group)
+        try:
+            dist.scatter_object_list(mine, parts, src=0, group=self._group)
+        except RuntimeError as error:
+            lost = "another rank did not take its part" if self.rank == 0 else "the first rank did not give its part"
+            raise failure or AdapterError(f"{lost} within {self._timeout_s:g} s, or has gone: {error}") from error
         if failure is not None:
             raise failure
         if isinstance(mine[0], Failed):

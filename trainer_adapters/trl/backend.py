@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from transformers import (
     PreTrainedTokenizerBase,
     TrainerCallback,
@@ -19,7 +20,11 @@ from sync import SyncConfig
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import Generator, generator_of, is_usable, seed_of
 from trainer_adapters.publishing import PolicyPublisher
+from trainer_adapters.ray_train import Ranks
 from trainer_adapters.trl.settings import check_sampling
+
+WAIT_GRACE_S = 60.0
+"""How much longer than its samples may take one generation, or the draining before the first, may last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,18 @@ class Rows:
     @property
     def failed(self) -> list[bool]:
         return list(self.columns["rollout_failed"])
+
+    def split(self, sizes: Sequence[int]) -> "list[Rows]":
+        """So many rows each, in order."""
+        ends = list(accumulate(sizes))
+        return [
+            Rows(
+                completion_ids=self.completion_ids[end - size : end],
+                logprobs=self.logprobs[end - size : end],
+                columns={name: values[end - size : end] for name, values in self.columns.items()},
+            )
+            for size, end in zip(sizes, ends, strict=True)
+        ]
 
 
 class EngineBackend:
@@ -60,6 +77,8 @@ class EngineBackend:
         self._generator: Generator | None = None
         if source is not None:
             self._generator = generator_of(source, timeout_s=timeout_s, max_retries=max_retries)
+        # in a group of its own: what waits for a generation neither holds a GPU nor meets the limit of the trainer's group
+        self._ranks = Ranks(timeout_s=(max_retries + 2) * (timeout_s + WAIT_GRACE_S))
         self._num_generations = 0
         self._synced: tuple[Any, int] | None = None  # (TRL's state, which each training has anew, its step)
         # TRL logs training and evaluation each by itself
@@ -90,25 +109,12 @@ class EngineBackend:
 
     def rows(self, prompts: list[list[int]], num_generations: int) -> Rows:
         """One row for each prompt of this rank."""
-        every: list[list[int]] = gather_object(prompts)
-        made: Any = None
-        if self._accelerator.is_main_process:
-            try:
-                made = self._rows(every, num_generations)
-            except Exception as error:
-                if self._accelerator.num_processes == 1:
-                    raise
-                made = error  # the others wait for the rows, and would do so for ever
-        made = broadcast_object_list([made])[0]
-        if isinstance(made, Exception):
-            raise made
-        start = self._accelerator.process_index * len(prompts)
-        here = slice(start, start + len(prompts))
-        self.last_rows = Rows(
-            completion_ids=made.completion_ids[here],
-            logprobs=made.logprobs[here],
-            columns={name: values[here] for name, values in made.columns.items()},
-        )
+        parts: list[list[list[int]]] = gather_object([prompts])
+
+        def make() -> list[Rows]:
+            return self._rows([ids for part in parts for ids in part], num_generations).split([len(p) for p in parts])
+
+        self.last_rows = self._ranks.deal(make)
         return self.last_rows
 
     def take_metrics(self) -> dict[str, float]:
