@@ -196,7 +196,7 @@ def test_frozen_and_tied_tensors_that_are_not_sent_stay(make: Any) -> None:
     with torch.no_grad():
         source.model.norm.weight.fill_(2.0)
     with GenerationEngine(engine_model, SMALL, copy_weights=True) as engine:
-        transfer = EngineWeightTransfer(engine)
+        transfer = EngineWeightTransfer(engine, frozen=[n for n, p in source.named_parameters() if not p.requires_grad])
         transfer.init_weight_transfer()
         assert "model.embed_tokens.weight" not in dict(sent(source))
         transfer.send_weights(sent(source))
@@ -227,6 +227,11 @@ def test_send_without_the_trained_tensors_is_no_update() -> None:
         transfer.init_weight_transfer()
         with pytest.raises(AdapterError, match="sent 0 tensors"):
             transfer.send_weights(iter(()))
+        with pytest.raises(
+            ManifestError, match=r"sent 1 tensors, and 20 parameters .* model.embed_tokens.weight, .*frozen="
+        ):
+            transfer.send_weights(iter([("lm_head.weight", torch.zeros(64, 32))]))
+        assert engine.version == 0
         transfer.send_weights(sent(source))
         transfer.resume()
         with pytest.raises(AdapterError, match="sent 20 tensors, the first time 21"):

@@ -1,13 +1,13 @@
 """The weights of TRL's AsyncGRPO on their way into an engine or a fleet; for how it is used see `async_grpo`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout import GenerationEngine, RolloutController
-from sync import SyncConfig, SyncReport, WeightSync
+from sync import ManifestError, SyncConfig, SyncReport, WeightSync
 from sync.sources import held_tensors
 from sync.transports import Transport
 from trainer_adapters.errors import AdapterError
@@ -21,8 +21,9 @@ class EngineWeightTransfer:
     The tensors that TRL hands out alias its live parameters, and making them may be a collective: `send_weights` takes all
     of them, and has copied them, before it waits for any engine to commit. `resume` waits for the commits.
 
-    TRL does not send frozen parameters and buffers. An engine of this process keeps those it has; for a fleet they come
-    from `unsent`, by name.
+    TRL does not send frozen parameters and buffers. Buffers an engine of this process keeps, and the parameters that are
+    named in `frozen`; for a fleet, all that is not sent comes from `unsent`. A parameter that is neither sent nor in one of
+    these is a ManifestError: an engine that kept it would pass for up to date.
     """
 
     def __init__(
@@ -30,14 +31,17 @@ class EngineWeightTransfer:
         source: GenerationEngine | RolloutController,
         *,
         unsent: Mapping[str, Tensor] | None = None,
+        frozen: Collection[str] = (),
         transport: Transport | None = None,
         sync_config: SyncConfig | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """`timeout_s` bounds each publish; the other arguments are those of WeightSync."""
+        """`unsent`: tensors by name; `frozen`: names of parameters (`[name for name, p in model.named_parameters() if not
+        p.requires_grad]`). `timeout_s` bounds each publish; the other arguments are those of WeightSync."""
         check_seams(async_seams())
         self._source = source
         self._unsent = unsent or {}
+        self._frozen = frozenset(frozen)
         self._transport = transport
         self._sync_config = sync_config
         self._timeout_s = timeout_s
@@ -93,14 +97,23 @@ class EngineWeightTransfer:
             raise AdapterError(
                 f"TRL sent {len(sent)} tensors, the first time {len(self._names or ())}: a send must hold every trained tensor"
             )
-        self._names = frozenset(sent)
         yield from self._rest(sent)
+        self._names = frozenset(sent)
 
     def _rest(self, sent: set[str]) -> Iterator[tuple[str, Tensor]]:
+        engine = engine_of(self._source)
+        given = sent.union(self._unsent)
+        held_here = held_tensors(engine.model) if engine is not None else []
+        kept = [held for held in held_here if given.isdisjoint(held.names)]
+        trained = [h for h in kept if isinstance(h.tensor, nn.Parameter) and self._frozen.isdisjoint(h.names)]
+        if trained:
+            names = ", ".join(held.names[0] for held in trained[:5])
+            raise ManifestError(
+                f"TRL sent {len(sent)} tensors, and {len(trained)} parameters of the engine are not among them: {names}"
+                f"{', ...' if len(trained) > 5 else ''}; name those that are not trained in EngineWeightTransfer(frozen=...)"
+            )
         for name, tensor in self._unsent.items():
             if name not in sent:
                 yield name, tensor
-        engine = engine_of(self._source)
-        for held in held_tensors(engine.model) if engine is not None else ():
-            if not sent.intersection(held.names) and not any(name in self._unsent for name in held.names):
-                yield held.names[0], held.tensor.detach().clone()
+        for held in kept:
+            yield held.names[0], held.tensor.detach().clone()
