@@ -24,7 +24,7 @@ from sync import SyncError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
 from trainer_adapters.trl import EngineGRPOTrainer, EngineRLOOTrainer, EngineRolloutFunc
-from trainer_adapters.trl.backend import EngineBackend
+from trainer_adapters.trl.backend import EngineBackend, Rows
 from trainer_adapters.trl.prompts import prompt_ids_of
 from trainer_adapters.trl.seams import Seam, check_seams, seams_of
 
@@ -356,6 +356,16 @@ def test_rloo_generates_with_the_newest_weights(tmp_path: Path, shares: bool) ->
     assert held == [True] * 3
     assert [set(call["policy_version"]) for call in columns.calls] == [{1}, {2}, {3}]
     assert [step["engine/version"] for step in logs.steps] == [1, 2, 3]
+
+
+def test_each_rank_gets_its_own_rows_however_many_the_others_asked_for() -> None:
+    rows = Rows(
+        completion_ids=[[1], [2], [3]], logprobs=[[-1.0], [-2.0], [-3.0]], columns={"policy_version": [4, 5, 6]}
+    )
+    first, second, third = rows.split([1, 0, 2])
+    assert (first.completion_ids, first.logprobs, first.columns) == ([[1]], [[-1.0]], {"policy_version": [4]})
+    assert second.completion_ids == []
+    assert (third.completion_ids, third.columns) == ([[2], [3]], {"policy_version": [5, 6]})
 
 
 def test_failed_sample_of_rloo_has_no_reward(tmp_path: Path) -> None:
