@@ -49,7 +49,9 @@ class RolloutController:
     `model`: with `num_workers=0` a module, which one engine in this process shares; else a path or an importable factory.
     A prompt is token ids, text, chat messages, or a dict with "prompt" and columns that become metadata; see
     `rollout.batches.prompts`. `reward_fn(rollout, text)` returns a number or a RewardResult, or is a coroutine function;
-    `group_reward_fn(rollouts)` returns a list of them instead; without either, rewards are the trainer's.
+    `group_reward_fn(rollouts)` returns a list of them instead; without either, rewards are the trainer's. A sample without a
+    reward (it raised, took too long, returned None or nan) is drawn again, by default once, and then left out of its group:
+    batches then hold more of what the function can judge than the policy makes; see `rollout.batches.rewards.RewardFn`.
     """
 
     def __init__(

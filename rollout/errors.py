@@ -92,8 +92,8 @@ class StaleRolloutsError(RolloutError):
 
 
 class PromptsExhaustedError(RolloutError):
-    """There is no next batch: every prompt has been trained on, or has ended otherwise. More epochs are
-    `RolloutConfig(num_epochs=...)`."""
+    """There is no next batch: every prompt has been trained on, or has ended otherwise. If some failed, the message has the
+    last failure, and `__cause__` is what a reward function of yours raised. More epochs are `RolloutConfig(num_epochs=...)`."""
 
 
 class MissingDependencyError(RolloutError, ImportError):

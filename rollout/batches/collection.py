@@ -44,6 +44,8 @@ class Collection:
         self.num_barren = 0
         """Groups that ended unused since the last one that was ready."""
         self.last_failure: str | None = None
+        self.last_cause: BaseException | None = None
+        """What the user's own function raised, if that was the last failure."""
         self._config = config
         self._failures = config.failure_policy()
         self._keep_group = keep_group
@@ -58,7 +60,7 @@ class Collection:
         self.works[prompt.number] = work
         if prompt.error is None:
             return work
-        self.last_failure = prompt.error
+        self._note_failure(prompt.error, None)
         self._close(work, Ending.FAILED)
         return None
 
@@ -120,10 +122,17 @@ class Collection:
         self.ledger.score(sample)
         self._settle(work)
 
-    def fail(self, work: GroupWork, sample: SampleEntry, kind: FailureKind, error: str) -> Verdict:
+    def fail(
+        self,
+        work: GroupWork,
+        sample: SampleEntry,
+        kind: FailureKind,
+        error: str,
+        cause: BaseException | None = None,
+    ) -> Verdict:
         """A sample that runs or is to be rewarded came to nothing. It is queued again, or its group is settled without
         it, as the failure policy says."""
-        self.last_failure = f"sample {sample.sample_id}: {error}"
+        self._note_failure(f"sample {sample.sample_id}: {error}", cause)
         rollout = work.rollouts.pop(sample.index, None)
         if kind is FailureKind.INFRA:
             if rollout is not None and _can_go_on(rollout, self._config.sampling.max_new_tokens):
@@ -165,9 +174,9 @@ class Collection:
         if rollout.token_ids and _can_go_on(rollout, self._config.sampling.max_new_tokens):
             work.partials[place[2]] = rollout
 
-    def drop_group(self, work: GroupWork, error: str) -> None:
+    def drop_group(self, work: GroupWork, error: str, cause: BaseException | None = None) -> None:
         """It fails as a whole."""
-        self.last_failure = f"group {work.entry.group_id}: {error}"
+        self._note_failure(f"group {work.entry.group_id}: {error}", cause)
         self._close(work, Ending.FAILED)
 
     # ------------------------------------------------------------------------------------------------------ batches
@@ -281,6 +290,9 @@ class Collection:
     def _forget(self, work: GroupWork, ending: Ending) -> None:
         del self.works[work.entry.number]
         self._on_end(work, ending)
+
+    def _note_failure(self, failure: str, cause: BaseException | None) -> None:
+        self.last_failure, self.last_cause = failure, cause
 
     def _note_cancelled(self, samples: Iterable[SampleEntry]) -> None:
         self.cancelled += [(s.worker_id, s.sample_id) for s in samples if s.worker_id is not None]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from rollout.batches.collection import Collection
-from rollout.batches.entries import GroupEntry, GroupState
+from rollout.batches.entries import Ending, GroupEntry, GroupState
 from rollout.batches.lease import Lease
 from rollout.batches.metrics import RolloutMetrics
 from rollout.errors import PromptsExhaustedError, StaleRolloutsError
@@ -144,10 +144,14 @@ class HandOut:
                 "the controller drains, and all that it had admitted has ended; resume() goes on"
             )
         ended = self._collection.ledger.ended["prompts"]
-        return PromptsExhaustedError(
-            f"all prompts have ended: {', '.join(f'{count} {ending}' for ending, count in ended.items() if count)}; for "
-            "more, RolloutConfig(num_epochs=...), or None for no end"
-        )
+        says = f"all prompts have ended: {', '.join(f'{count} {ending}' for ending, count in ended.items() if count)}"
+        if ended[Ending.FAILED] and self._collection.last_failure is not None:
+            says += f"; the last failure: {self._collection.last_failure}"
+        if ended[Ending.CONSUMED] and self._config.num_epochs is not None:  # else another epoch would end as this one
+            says += "; for more, RolloutConfig(num_epochs=...), or None for no end"
+        error = PromptsExhaustedError(says)
+        error.__cause__ = self._collection.last_cause if ended[Ending.FAILED] else None
+        return error
 
     def _too_stale(self, stale: list[str], version: int) -> StaleRolloutsError:
         return StaleRolloutsError(

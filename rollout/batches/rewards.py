@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import logging
 import math
 import queue
 import threading
@@ -18,8 +17,6 @@ import torch
 from rollout.errors import InvalidRequestError, RolloutError
 from rollout.requests.delivery import Alarms
 from rollout.types import Rollout
-
-log = logging.getLogger("rollsync")
 
 CANCEL_S = 5.0
 """How long coroutines have to end when the pool does."""
@@ -71,9 +68,14 @@ class RewardError(RolloutError):
 
 
 RewardFn = Callable[[Rollout, str], Any]
-"""(rollout, its text) -> float or RewardResult, or a coroutine of one. Without a tokenizer the text is empty."""
+"""(rollout, its text) -> float or RewardResult, or a coroutine of one. Without a tokenizer the text is empty.
+
+Where it raises, takes too long or returns what is no finite number, there is no reward, and never one of zero: the sample
+is drawn again (`RolloutConfig.max_data_retries`) and then left out of its group. The batches then hold more of what the
+function can judge than the policy makes, so return a number for every answer, also for one that cannot be parsed."""
 GroupRewardFn = Callable[[list[Rollout]], Any]
-"""A group's rollouts by sample index -> one float or RewardResult for each, or a coroutine of them."""
+"""A group's rollouts by sample index -> one float or RewardResult for each, or a coroutine of them. Where it fails, the
+group is scored again (`RolloutConfig.max_data_retries`) and then dropped."""
 
 
 def as_result(value: Any) -> RewardResult:
@@ -94,6 +96,19 @@ def as_results(values: Any, count: int) -> list[RewardResult]:
         shown = f"{len(values)} of them" if isinstance(values, (list, tuple)) else f"{type(values).__name__}"
         raise RewardError(f"a group's reward function must return a list of {count} rewards, got {shown}", "invalid")
     return [as_result(value) for value in values]
+
+
+def as_error(error: BaseException) -> RewardError:
+    """What a reward function raised, as the cause of a RewardError."""
+    if isinstance(error, RewardError):
+        return error
+    try:
+        said = str(error)
+    except Exception as other:  # an exception of the user's, whose __str__ is broken
+        said = f"(its text cannot be had: {type(other).__name__})"
+    failure = RewardError(f"the reward function raised {type(error).__name__}: {said}", "raised")
+    failure.__cause__ = error
+    return failure
 
 
 class RewardRunner(Protocol):
@@ -166,7 +181,7 @@ class RewardPool:
                 if inspect.isawaitable(value):
                     value = self._await(value)
             except BaseException as error:  # SystemExit and CancelledError too: the thread is the pool's, not theirs
-                self._end(call, None, _raised(error))
+                self._end(call, None, as_error(error))
             else:
                 self._end(call, value, None)
             cancel_alarm()
@@ -181,7 +196,7 @@ class RewardPool:
             try:
                 return await awaitable
             except (SystemExit, KeyboardInterrupt) as error:  # it would end the event loop, and every other coroutine
-                raise _raised(error) from None
+                raise as_error(error) from error
 
         async def within_limit() -> Any:
             waiter = asyncio.ensure_future(guarded())
@@ -244,19 +259,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def _too_long(timeout_s: float) -> RewardError:
     return RewardError(f"the reward function took longer than reward_timeout_s={timeout_s:g}", "timeout")
-
-
-def _raised(error: BaseException) -> RewardError:
-    if isinstance(error, RewardError):
-        return error
-    try:
-        said = str(error)
-    except Exception as other:  # an exception of the user's, whose __str__ is broken
-        said = f"(its text cannot be had: {type(other).__name__})"
-    log.warning("a reward function raised %s: %s", type(error).__name__, said)
-    failure = RewardError(f"the reward function raised {type(error).__name__}: {said}", "raised")
-    failure.__cause__ = error
-    return failure
 
 
 def _finite(value: Any, what: str) -> float:

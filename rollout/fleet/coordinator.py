@@ -275,15 +275,23 @@ class Coordinator:
     def _tick(self) -> None:
         for worker_id, error in self.supervisor.tick():
             self.workforce.on_lost(worker_id, error)
-        why = self.stalled()
-        if why is not None and not self._turn_is_due:  # whoever has just asked may get what is there
-            if self.roster.is_deserted:
-                self._refuse_all(RolloutStalledError(why, self.status()))
-            elif self.handout.num_waiting:
-                self.handout.refuse_all(RolloutStalledError(why, self.status()))
-                self._was_told = True
+        if not self._turn_is_due:  # whoever has just asked may get what is there
+            self._tell_of_stall()
         self.changed()
         self.loop.call_later(self.loop.tick_s, self._tick)
+
+    def _tell_of_stall(self) -> None:
+        why = self.stalled()
+        if why is None or not (self.roster.is_deserted or self.handout.num_waiting):
+            return
+        error = RolloutStalledError(why, self.status())
+        if self.collection.num_barren:
+            error.__cause__ = self.collection.last_cause
+        if self.roster.is_deserted:
+            self._refuse_all(error)
+        else:
+            self.handout.refuse_all(error)
+            self._was_told = True
 
     def stalled(self) -> str | None:
         """What is wrong with the fleet, if something is."""

@@ -67,7 +67,7 @@ class Judge:
             return
         if error is not None:
             self._metrics.reward_errors[error.kind] += 1
-            self.fail(work, sample, FailureKind.DATA, str(error))
+            self.fail(work, sample, FailureKind.DATA, str(error), error.__cause__)
         else:
             if result is not None:
                 self._metrics.rewarded(result.metrics.items())
@@ -97,7 +97,7 @@ class Judge:
             work.num_reward_failures += 1
             work.scored_as = None
             if work.num_reward_failures > self._config.max_data_retries:
-                self._collection.drop_group(work, str(error))
+                self._collection.drop_group(work, str(error), error.__cause__)
             else:
                 self._scoring.submit_group(work, self)
         else:
@@ -114,10 +114,17 @@ class Judge:
             and sample.attempt == attempt
         )
 
-    def fail(self, work: GroupWork, sample: SampleEntry, kind: FailureKind, error: str) -> None:
+    def fail(
+        self,
+        work: GroupWork,
+        sample: SampleEntry,
+        kind: FailureKind,
+        error: str,
+        cause: BaseException | None = None,
+    ) -> None:
         """A sample came to nothing."""
         self._metrics.failures[str(kind)] += 1
-        self._collection.fail(work, sample, kind, error)
+        self._collection.fail(work, sample, kind, error, cause)
         self._changed()
         if self._collection.works.get(work.entry.number) is work:
             self._scoring.submit_group(work, self)  # the others may have been waiting for this one

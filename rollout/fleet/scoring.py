@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from rollout.batches.entries import SampleEntry, SampleState
 from rollout.batches.group_work import GroupWork
+from rollout.batches.reward_warnings import RewardWarnings
 from rollout.batches.rewards import (
     GroupRewardFn,
     RewardError,
@@ -18,6 +19,9 @@ from rollout.batches.rewards import (
 from rollout.errors import InvalidRequestError
 from rollout.fleet.protocols import Loop
 from rollout.types import Decoder, Rollout
+
+AGAIN = "The sample is drawn again (max_data_retries) and then left out, so that batches hold more of what has a reward"
+GROUP_AGAIN = "The group is scored again (max_data_retries) and then dropped"
 
 
 class ScoreEvents(Protocol):
@@ -64,6 +68,7 @@ class Scoring:
         self._reward_fn = reward_fn
         self._group_reward_fn = group_reward_fn
         self._tokenizer = tokenizer
+        self._warnings = RewardWarnings(reward_fn or group_reward_fn, AGAIN if reward_fn is not None else GROUP_AGAIN)
 
     def submit(self, work: GroupWork, sample: SampleEntry, events: ScoreEvents) -> None:
         """The sample's rollout is there."""
@@ -99,7 +104,7 @@ class Scoring:
                     results = as_results(values, len(rollouts))
                 except RewardError as invalid:
                     error = invalid
-            self._loop.call_soon(lambda: events.group_scored(work, attempts, results, error))
+            self._tell(error, lambda: events.group_scored(work, attempts, results, error))
 
         self._runner.submit(lambda: function([own_copy(rollout) for rollout in rollouts]), done)
 
@@ -120,7 +125,7 @@ class Scoring:
                     (result,) = as_results(values, 1)
                 except RewardError as invalid:
                     error = invalid
-            self._loop.call_soon(lambda: done(result, error))
+            self._tell(error, lambda: done(result, error))
 
         self._runner.submit(lambda: function([own_copy(rollout)]), first)
 
@@ -138,9 +143,17 @@ class Scoring:
                     result = as_result(value)
                 except RewardError as invalid:
                     error = invalid
-            self._loop.call_soon(lambda: then(result, error))
+            self._tell(error, lambda: then(result, error))
 
         self._runner.submit(call, done)
+
+    def _tell(self, error: RewardError | None, tell: Callable[[], None]) -> None:
+        def on_loop() -> None:
+            if error is not None:
+                self._warnings.note(error)
+            tell()
+
+        self._loop.call_soon(on_loop)
 
 
 def own_copy(rollout: Rollout) -> Rollout:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rollout.batches.rewards import RewardError
+from rollout.batches.rewards import RewardError, as_error
 from rollout.errors import InvalidRequestError
 from rollout.simulate.clock import VirtualLoop
 
@@ -30,7 +30,7 @@ def _run(call: Callable[[], Any], done: Callable[[Any, RewardError | None], None
     try:
         value = call()
     except Exception as error:
-        done(None, RewardError(f"the reward function raised {type(error).__name__}: {error}", "raised"))
+        done(None, as_error(error))
         return
     if inspect.iscoroutine(value):
         value.close()
