@@ -141,7 +141,8 @@ class RolloutController:
 
     def next_batch(self, timeout_s: float = 600.0) -> Lease:
         """The next `prompts_per_step` complete groups. Raises RolloutStalledError, with a `status`, after `timeout_s` or as
-        soon as a watchdog sees that nothing will come; PromptsExhaustedError at the end; whatever is fatal to the fleet.
+        soon as a watchdog sees that nothing will come; PromptsExhaustedError at the end; EngineFencedError, at once, where
+        the weights of `num_workers=0` were changed outside `update()`, after which it goes on; whatever is fatal to the fleet.
         At the end of the prompts the last batch may be short."""
         timeout_s = check_limit(timeout_s)
         began_at = self._loop.now()

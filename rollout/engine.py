@@ -228,6 +228,7 @@ class GenerationEngine(RequestMethods):
             pause_waits=self._loop.meters.pause_waits(),
             updates=self._loop.num_updates,
             last_update=self._loop.last_update,
+            fence=self._life.fenced_for,
         )
 
     # ------------------------------------------------------------------------------------------------------ inside

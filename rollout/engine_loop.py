@@ -3,6 +3,7 @@
 import atexit
 import logging
 import weakref
+from functools import partial
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
@@ -48,7 +49,7 @@ class EngineLoop:
             max_running=upstream_config.max_requests_per_batch or UPSTREAM_MAX_REQUESTS,
             max_waiting=config.max_waiting,
             weights_changed=self._outside_change,
-            on_loss=self._lose,
+            on_loss=partial(self._lose, is_outside_change=True),
             on_death=self._on_death,
             on_exit=self._on_exit,
         )
@@ -170,16 +171,16 @@ class EngineLoop:
             "publish to it with sync.WeightSync"
         )
 
-    def _fence(self, reason: str) -> None:
+    def _fence(self, reason: str, *, is_outside_change: bool = False) -> None:
         with self.tracker.lock:
-            self.life.fence(reason)
+            self.life.fence(reason, is_outside_change=is_outside_change)
             self.manager.hold()
         log.error("the engine is fenced: %s", reason)
         self.tracker.wake_waiting()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, is_outside_change: bool = False) -> None:
         # on the loop's own thread, or while it is parked: the outputs hold still
-        self._fence(reason)
+        self._fence(reason, is_outside_change=is_outside_change)
         self.tracker.end_all(FinishReason.ERROR, f"the engine was fenced: {reason}", self.manager.outputs())
 
     def _unfence(self, record: UpdateRecord) -> None:

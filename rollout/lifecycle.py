@@ -1,7 +1,7 @@
 """The states of an engine: what each event makes of them, and what is refused in which."""
 
 from rollout.errors import EngineDeadError, EngineFencedError, EngineStateError
-from rollout.status import EngineState
+from rollout.status import EngineState, Fence
 
 
 class Lifecycle:
@@ -11,7 +11,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self._state = EngineState.CREATED
-        self._fence: str | None = None  # the reason; kept through a death, and between two sessions
+        self._fence: Fence | None = None  # kept through a death, and between two sessions
         self._death: BaseException | None = None
 
     @property
@@ -30,6 +30,11 @@ class Lifecycle:
         return self._fence is not None
 
     @property
+    def fenced_for(self) -> Fence | None:
+        """Why."""
+        return self._fence
+
+    @property
     def death(self) -> BaseException | None:
         """What the loop died of first, while it is dead."""
         return self._death
@@ -44,7 +49,8 @@ class Lifecycle:
             case EngineState.RUNNING:
                 raise EngineStateError("the engine is running already")
             case EngineState.FENCED:
-                raise EngineFencedError(f"the engine is fenced: {self._fence}")
+                assert self._fence is not None
+                raise EngineFencedError(f"the engine is fenced: {self._fence.reason}")
             case EngineState.DEAD:
                 raise EngineDeadError(
                     f"the generation loop died: {self._death!r}; engine.restart() brings it back"
@@ -74,11 +80,12 @@ class Lifecycle:
         if not kept and self._state not in (EngineState.STOPPED, EngineState.DEAD):
             self._state, self._death = EngineState.DEAD, error
 
-    def fence(self, reason: str) -> None:
+    def fence(self, reason: str, *, is_outside_change: bool = False) -> None:
         """Nothing vouches for the weights."""
         if self._state == EngineState.RUNNING:
             self._state = EngineState.FENCED
-        self._fence = f"{reason}. It serves nothing until an update succeeds: with engine.update(): ..."
+        says = f"{reason}. It serves nothing until an update succeeds: with engine.update(): ..."
+        self._fence = Fence(reason=says, is_outside_change=is_outside_change)
 
     def unfence(self) -> bool:
         """An update has succeeded. False if the loop does not run: the fence then stays."""

@@ -35,6 +35,16 @@ class UpdateRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fence:
+    """Why an engine is FENCED."""
+
+    reason: str
+    """With the remedy."""
+    is_outside_change: bool
+    """Weights that it shares were changed outside `update()`; else an update failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A moment of one engine; cheap enough to read each second."""
 
@@ -65,3 +75,4 @@ class EngineStats:
     updates: int
     """Live updates that succeeded."""
     last_update: UpdateRecord | None
+    fence: Fence | None

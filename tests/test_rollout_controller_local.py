@@ -13,10 +13,11 @@ from transformers import LlamaForCausalLM
 
 from rollout import EngineConfig, FinishReason, GenerationEngine, InvalidRequestError, Rollout, SamplingParams
 from rollout.controller import RolloutController
-from rollout.errors import EngineStateError, RolloutStalledError
+from rollout.errors import EngineFencedError, EngineStateError, RolloutStalledError
 from rollout.fleet.local_fleet import LocalFleet
 from rollout.fleet.loop import ThreadLoop
 from rollout.rollout_config import RolloutConfig
+from rollout.status import EngineState
 from sync import SyncError, WeightSync
 
 PROMPTS = [[2 + n, 3, 4] for n in range(24)]
@@ -252,11 +253,54 @@ def test_an_update_that_failed_is_named_as_what_the_next_batch_waits_for() -> No
             pass
         with pytest.raises(ZeroDivisionError):
             fail(controller)
-        assert "local is stale (its engine is fenced)" in controller.status()["waits_for"][0]
+        waits_for = controller.status()["waits_for"][0]
+        assert "local is stale (its engine is fenced: the update to version 1 failed: ZeroDivisionError" in waits_for
+        assert "until an update succeeds: with engine.update()" in waits_for
         with controller.update():
             pass
         with controller.next_batch(60):
             pass
+
+
+def change_outside(controller: RolloutController, model: torch.nn.Module) -> None:
+    """And the engine has noticed."""
+    with torch.no_grad():
+        next(model.parameters()).add_(0.01)
+    controller.engine.submit([5, 6], SamplingParams(max_new_tokens=4, stop_token_ids=())).result(60)
+    assert controller.engine.state is EngineState.FENCED
+
+
+def all_batches(controller: RolloutController, *, timeout_s: float) -> None:
+    """Until one does not come: some may be ready."""
+    for _ in PROMPTS:
+        controller.next_batch(timeout_s)
+
+
+def test_weights_changed_outside_update_end_the_next_batch_at_once_with_the_remedy_until_an_update() -> None:
+    model = tiny_llama()
+    with a_controller(model) as controller:
+        change_outside(controller, model)
+        says = r"changed outside update\(\).*optimizer\.step\(\)"
+        with pytest.raises(EngineFencedError, match=says):
+            all_batches(controller, timeout_s=60)
+        with pytest.raises(EngineFencedError, match=says):
+            controller.generate([[5, 6]], timeout_s=60)
+        with controller.update():
+            pass
+        assert len(controller.next_batch(60)) == 3
+
+
+def test_a_publish_that_is_under_way_may_repair_what_was_changed_outside() -> None:
+    model = tiny_llama()
+    with a_controller(model) as controller:
+        coordinator, ask = controller._coordinator, controller._questions.ask
+        ask(lambda: coordinator.commit_begins("local", lambda: None))
+        change_outside(controller, model)
+        with pytest.raises(RolloutStalledError, match=r"no batch within 1 s.*changed outside update\(\)"):
+            all_batches(controller, timeout_s=1)
+        ask(lambda: coordinator.commit_ends("local"))
+        with pytest.raises(EngineFencedError):
+            controller.next_batch(60)
 
 
 @pytest.mark.parametrize("wait", [True, False])

@@ -16,7 +16,7 @@ from rollout.batches.handout import HandOut
 from rollout.batches.lease import Lease
 from rollout.batches.metrics import RolloutMetrics
 from rollout.batches.prompts import Prompt, Prompts
-from rollout.errors import InvalidRequestError, RolloutStalledError
+from rollout.errors import EngineFencedError, InvalidRequestError, RolloutStalledError
 from rollout.fleet.admission import Admission, Outbox
 from rollout.fleet.evaluation import Evaluations
 from rollout.fleet.judging import Judge
@@ -281,6 +281,10 @@ class Coordinator:
         self.loop.call_later(self.loop.tick_s, self._tick)
 
     def _tell_of_stall(self) -> None:
+        why = self.supervisor.outside_change()
+        if why is not None and not self.evaluations.has_commits:
+            self._refuse_all(EngineFencedError(f"the engine (controller.engine) is fenced: {why}"))
+            return
         why = self.stalled()
         if why is None or not (self.roster.is_deserted or self.handout.num_waiting):
             return

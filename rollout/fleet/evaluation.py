@@ -90,6 +90,11 @@ class Evaluations:
         """How many samples are on one worker."""
         return self._by_worker.get(worker_id, 0)
 
+    @property
+    def has_commits(self) -> bool:
+        """Whether an update of some worker, or a publish to it, is under way."""
+        return bool(self._held)
+
     def begin(
         self,
         prompts: Sequence[Prompt],

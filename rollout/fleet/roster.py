@@ -6,6 +6,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from rollout.fleet.protocols import FleetWorker, Link
+from rollout.status import Fence
 from rollout.workers.wire import WorkerState
 
 
@@ -32,6 +33,8 @@ class Seat:
     tokens_per_s: float = 0.0
     reason: str | None = None
     """Why it does not serve."""
+    fence: Fence | None = None
+    """Why its engine is fenced, if it is."""
     suspect_since: float | None = None
     """Since when nothing has been heard of it."""
     idle_since: float | None = None

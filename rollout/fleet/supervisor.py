@@ -83,7 +83,9 @@ class Supervisor:
         if health.reason is not None:
             seat.reason = health.reason
         elif health.engine is not None and health.engine.state is not EngineState.RUNNING:
-            seat.reason = f"its engine is {health.engine.state}"
+            fence = health.engine.fence
+            seat.reason = f"its engine is {health.engine.state}" + (f": {fence.reason}" if fence is not None else "")
+        seat.fence = None if health.engine is None else health.engine.fence
         if health.engine is not None:
             if health.engine.generated_tokens > seat.num_tokens:
                 seat.num_deaths = 0
@@ -121,6 +123,14 @@ class Supervisor:
         """A reward came, or the news that there is none."""
         self._signs.reward_at = self._signs.progress_at = self._loop.now()
 
+    def outside_change(self) -> str | None:
+        """Why every engine of the fleet is fenced, if it is that its weights were changed outside `update()`: what no
+        publish has failed at, none comes to repair."""
+        fences = [seat.fence for seat in self._roster.seats.values()]
+        if not fences or not all(fence is not None and fence.is_outside_change for fence in fences):
+            return None
+        return next(fence.reason for fence in fences if fence is not None)
+
     def stalled(self) -> str | None:
         """What is wrong with the fleet, if something is."""
         return stall(
@@ -133,7 +143,12 @@ class Supervisor:
             num_barren=self._collection.num_barren,
             last_failure=self._collection.last_failure,
             is_deserted=self._roster.is_deserted,
+            not_serving=self._why_not_serving(),
         )
+
+    def _why_not_serving(self) -> str | None:
+        seats = [s for s in self._roster.seats.values() if not self._roster.serves(s, self.newest_version)]
+        return next((f"{seat.worker_id}: {seat.reason}" for seat in seats if seat.reason is not None), None)
 
     def _take_snapshots(self) -> None:
         for seat in self._roster.seats.values():

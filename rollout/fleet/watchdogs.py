@@ -20,6 +20,7 @@ class Signs:
 def stall(
     signs: Signs, config: RolloutConfig, *, now: float, num_running: int, num_queued: int, num_rewarding: int,
     num_barren: int, last_failure: str | None, is_deserted: bool,
+    not_serving: str | None,
 ) -> str | None:  # fmt: skip
     """What is wrong, in a sentence that names the limit; None if nothing is."""
     if is_deserted and not num_rewarding:
@@ -40,6 +41,7 @@ def stall(
         return (
             f"pause stall: no worker could take work for {now - signs.serving_at:.0f} s "
             f"(pause_stall_s={config.pause_stall_s:g}); it is paused, fenced, stale or dead"
+            + (f"; {not_serving}" if not_serving is not None else "")
         )
     if (num_running or num_queued) and now - signs.progress_at > config.no_progress_s:
         return (
