@@ -17,6 +17,7 @@ from rollout import (
     RolloutStalledError,
 )
 from rollout.batches.lease import Lease
+from rollout.fleet.watchdogs import Signs, stall
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
 
 
@@ -87,6 +88,26 @@ def test_workers_that_are_all_stale_are_a_stall() -> None:
         with pytest.raises(RolloutStalledError, match="pause stall: no worker could take work") as caught:
             controller.next_batch(timeout_s=10_000)
         assert "w0 is stale at version 0" in caught.value.status["waits_for"][0]
+
+
+def test_a_stall_of_workers_that_do_not_serve_has_their_reason() -> None:
+    config = RolloutConfig()
+    signs = Signs(progress_at=400.0, reward_at=400.0, serving_at=0.0)
+    why = stall(
+        signs,
+        config,
+        now=400.0,
+        num_running=0,
+        num_queued=0,
+        num_rewarding=0,
+        num_barren=0,
+        last_failure=None,
+        is_deserted=False,
+        not_serving="w0: its engine is fenced: the update to version 3 failed",
+    )
+    assert why is not None
+    assert "pause stall" in why
+    assert why.endswith("; w0: its engine is fenced: the update to version 3 failed")
 
 
 def test_no_progress_is_a_stall() -> None:

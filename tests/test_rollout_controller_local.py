@@ -288,6 +288,7 @@ def test_weights_changed_outside_update_end_the_next_batch_at_once_with_the_reme
         with controller.update():
             pass
         assert len(controller.next_batch(60)) == 3
+        assert controller.status()["workers"]["local"]["reason"] is None
 
 
 def test_a_publish_that_is_under_way_may_repair_what_was_changed_outside() -> None:

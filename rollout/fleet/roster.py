@@ -9,6 +9,9 @@ from rollout.fleet.protocols import FleetWorker, Link
 from rollout.status import Fence
 from rollout.workers.wire import WorkerState
 
+CATCH_UP_S = 3.0
+"""How long a worker that holds an older version than another is taken for one in the same publish."""
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Seat:
@@ -21,6 +24,8 @@ class Seat:
     version: int
     busy_until: float = 0.0
     """It refused items; it is asked again from this time on."""
+    behind: tuple[int, float] | None = None
+    """(its version, since when) that it was passed over for an older version than the fleet's."""
     is_leaving: bool = False
     """It takes nothing new."""
     is_lost: bool = False
@@ -105,9 +110,11 @@ class Roster:
         )
 
     def least_loaded(self, size: int, version: int, *, barred: Container[str] = ()) -> Seat | None:
-        """The worker with the fewest samples that can take `size` more, but none of `barred`; None if there is none."""
+        """The worker with the fewest samples that can take `size` more, but none of `barred`; None if there is none, or if
+        it should wait for one with fewer, which is about to hold the version: or the first to commit gets everything."""
         passed: list[tuple[int, int, str]] = []
         found: Seat | None = None
+        fewest = math.inf  # of those that are about to hold the version
         while self._heap:
             entry = self._heap[0]
             load, _, worker_id = entry
@@ -115,16 +122,26 @@ class Roster:
             if seat is None or load != self._load(worker_id):
                 heapq.heappop(self._heap)
                 continue
-            if load and load + size > self._capacity:
+            if load > fewest or (load and load + size > self._capacity):
                 break  # nobody has less
-            if self.serves(seat, version) and worker_id not in barred:
-                found = seat
-                break
+            if worker_id not in barred:
+                if self.serves(seat, version):
+                    found = seat
+                    break
+                if self._catches_up(seat, version):
+                    fewest = min(fewest, load)
             # not now; it is looked at again when it is touched
             passed.append(heapq.heappop(self._heap))
         for entry in passed:
             heapq.heappush(self._heap, entry)
         return found
+
+    def _catches_up(self, seat: Seat, version: int) -> bool:
+        if seat.state is not WorkerState.HEALTHY or seat.is_leaving or seat.version >= version:
+            return False
+        if seat.behind is None or seat.behind[0] != seat.version:
+            seat.behind = (seat.version, self._now())
+        return self._now() - seat.behind[1] < CATCH_UP_S
 
     def idle_share(self) -> float:
         """Of the workers' time, the part in which they had nothing to do; in [0, 1]."""

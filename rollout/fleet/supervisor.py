@@ -80,12 +80,14 @@ class Supervisor:
             seat.suspect_since = None
         elif seat.suspect_since is None:
             seat.suspect_since = self._loop.now()
+        fence = None if health.engine is None else health.engine.fence
         if health.reason is not None:
             seat.reason = health.reason
         elif health.engine is not None and health.engine.state is not EngineState.RUNNING:
-            fence = health.engine.fence
             seat.reason = f"its engine is {health.engine.state}" + (f": {fence.reason}" if fence is not None else "")
-        seat.fence = None if health.engine is None else health.engine.fence
+        elif seat.fence is not None:
+            seat.reason = None  # it was repaired
+        seat.fence = fence
         if health.engine is not None:
             if health.engine.generated_tokens > seat.num_tokens:
                 seat.num_deaths = 0
