@@ -32,7 +32,7 @@ from rollout.fleet.local_fleet import RunningEngine
 from rollout.meters import PauseWaits, StepTimes
 from rollout.rollout_config import RolloutConfig
 from rollout.run_log import RunLog
-from rollout.status import EngineState, EngineStats, UpdateRecord
+from rollout.status import EngineState, EngineStats, Fence, UpdateRecord
 from rollout.types import FinishReason, Rollout, SamplingParams, Timings, VersionSpan
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "EngineState",
     "EngineStateError",
     "EngineStats",
+    "Fence",
     "FinishReason",
     "GenerationEngine",
     "InvalidRequestError",
