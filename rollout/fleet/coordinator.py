@@ -283,7 +283,7 @@ class Coordinator:
     def _tell_of_stall(self) -> None:
         why = self.supervisor.outside_change()
         if why is not None and not self.evaluations.has_commits:
-            self._refuse_all(EngineFencedError(f"the engine (controller.engine) is fenced: {why}"))
+            self._refuse_all(EngineFencedError(f"the engine is fenced: {why} (here: with controller.update(): ...)"))
             return
         why = self.stalled()
         if why is None or not (self.roster.is_deserted or self.handout.num_waiting):
