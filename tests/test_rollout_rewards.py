@@ -114,6 +114,17 @@ def reward_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("rollsync-reward")]
 
 
+def test_a_users_own_reward_error_counts_as_its_kind_and_one_of_no_kind_as_raised(pool: RewardPool) -> None:
+    def fail(kind: str) -> float:
+        raise RewardError("no answer in it", kind)
+
+    for kind, counted_as in [("invalid", "invalid"), ("unparsable", "raised")]:
+        error = run(pool, lambda kind=kind: fail(kind)).exception(30)
+        assert isinstance(error, RewardError)
+        assert error.kind == counted_as
+    assert "unparsable" in str(error)
+
+
 def test_a_pool_has_no_threads_before_its_first_call_and_none_after_its_stop() -> None:
     before = len(reward_threads())
     started = threading.Barrier(3)

@@ -60,6 +60,8 @@ class RewardError(RolloutError):
     for a reward of zero. `kind`, one of REWARD_ERRORS, says which."""
 
     def __init__(self, message: str, kind: str) -> None:
+        if kind not in REWARD_ERRORS:  # raised in the user's function, it counts as what that raised
+            raise InvalidRequestError(f"the kind of a RewardError must be one of {REWARD_ERRORS}, got {kind!r}")
         super().__init__(message, kind)
         self.kind = kind
 
