@@ -32,7 +32,7 @@ def test_every_file_that_the_readme_names_exists() -> None:
     assert [path for path in sorted(named) if not (README.parent / path).exists()] == []
 
 
-@pytest.mark.parametrize("document", ["acceptance.md"])
+@pytest.mark.parametrize("document", ["acceptance.md", "promises.md"])
 def test_every_test_that_a_document_names_exists(document: str) -> None:
     named = set(re.findall(r"`(test_\w+)`", (README.parent / "docs" / document).read_text()))
     there = {
