@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import worker_jobs
 from fakes import mark, marker_llama, tiny_llama, wait_until
+from simulated_fleets import number_of
 
 from rollout import (
     EngineConfig,
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.ray
 ENGINE = EngineConfig(num_blocks=64, page_size=16, max_batch_tokens=64)
 WORKERS = WorkerConfig(model="replaced", num_cpus=0, num_threads=1, heartbeat_s=0.2, suspect_after_s=20.0)
 BATCH_S = 120.0
+MAX_STALENESS = 2
 
 
 def a_controller(num_prompts: int, workers: WorkerConfig = WORKERS, **settings: Any) -> RolloutController:
@@ -42,7 +44,7 @@ def a_controller(num_prompts: int, workers: WorkerConfig = WORKERS, **settings: 
         "num_workers": 2,
         "group_size": 2,
         "prompts_per_step": 3,
-        "max_staleness": 2,
+        "max_staleness": MAX_STALENESS,
         "max_infra_retries": 20,
         "snapshot_every_s": 0.5,
         "sampling": SamplingParams(max_new_tokens=60, stop_token_ids=()),
@@ -58,8 +60,11 @@ def a_controller(num_prompts: int, workers: WorkerConfig = WORKERS, **settings: 
 
 
 def check(lease: Lease) -> None:
+    numbers = [number_of(group.group_id) for group in lease.groups]
+    assert numbers == sorted(numbers), "the order of the prompts"
     for group in lease.groups:
-        assert len(group) == 2
+        assert group.staleness <= MAX_STALENESS
+        assert [rollout.sample_index for rollout in group] == [0, 1]
         for rollout in group:
             assert rollout.token_ids == rollout.versions, "the model says its version"
             assert len(rollout.token_ids) == 60

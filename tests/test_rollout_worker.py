@@ -179,6 +179,22 @@ def test_cancel_and_snapshot_reach_what_is_in_flight(shared: Worker) -> None:
     shared.call(worker_jobs.full_speed).result(20)
 
 
+def test_an_engine_that_dies_in_its_worker_comes_back_and_its_rollouts_go_on(shared: Worker) -> None:
+    shared.call(worker_jobs.slow_down).result(20)
+    shared.submit([item("a", tokens=100)])
+    wait_until(lambda: [len(rollout.token_ids) > 0 for rollout in shared.snapshot()] == [True])
+    shared.call(worker_jobs.kill_loop).result(20)
+    failed = read(shared, 1)["a"]
+    assert failed.finish_reason == FinishReason.ERROR
+    assert "a step failed" in str(failed.error)
+    assert failed.token_ids, "the tokens before the death"
+    shared.call(worker_jobs.full_speed).result(20)
+    assert shared.submit([item("a", tokens=100, attempt=1, resume_from=failed)]) == [], "submit waits for the engine"
+    rollout = read(shared, 1)["a"]
+    assert rollout.token_ids == greedy_reference(tiny_llama(), [5, 6, 7], 100)
+    assert rollout.versions == [0] * 100
+
+
 # ----------------------------------------------------------------------------------------------------------- calls
 
 

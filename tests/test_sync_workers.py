@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import worker_jobs
-from fakes import mark, marker_llama
+from fakes import forward_logprobs, mark, marker_llama, random_prompts, tiny_llama
 from torch import Tensor
 
-from rollout import EngineConfig, GenerationEngine, SamplingParams
+from rollout import EngineConfig, EngineFencedError, GenerationEngine, SamplingParams
 from rollout.worker import Worker, WorkerConfig, WorkerState, WorkItem
 from sync import SyncConfig, WeightSync
 from sync.manifest import held_tensors
@@ -103,3 +103,53 @@ def test_killed_worker_is_named_and_its_next_incarnation_holds_the_version_befor
         assert weight_sync.publish(trainer).version == 51, "below it, that worker would serve nothing"
         assert first.submit(items("later", 2)) == []
         assert all(result.rollout.versions == [51] * 24 for result in finished(first, 2))
+
+
+def test_worker_whose_update_failed_serves_nothing_until_the_next_publish(workers: list[Worker]) -> None:
+    worker = workers[0]
+    trainer = marker_llama()
+    with WeightSync(workers) as weight_sync:
+        version = weight_sync.publish(trainer).version + 1
+        with pytest.raises(OSError, match="broke off"):
+            worker.call(worker_jobs.fence).result(LIMIT_S)
+        worker.wait_for(WorkerState.STALE, timeout_s=LIMIT_S)
+        assert [type(refusal.error) for refusal in worker.submit(items("fenced", 1))] == [EngineFencedError]
+        mark(trainer, version)
+        assert weight_sync.publish(trainer, version=version).fenced == ()
+        worker.wait_for(WorkerState.HEALTHY, timeout_s=LIMIT_S)
+        assert worker.submit(items("repaired", 1)) == []
+        (repaired,) = finished(worker, 1)
+        assert repaired.rollout.token_ids == repaired.rollout.versions == [version] * 24
+
+
+def test_prompt_that_a_worker_has_seen_is_computed_anew_under_the_weights_that_the_trainer_published(
+    workers: list[Worker],
+) -> None:
+    worker = workers[0]
+    (prompt,) = random_prompts([40])  # two whole pages, which a request under the same weights would share
+    trainer = tiny_llama(seed=1).train()
+    before = [(parameter, parameter.detach().clone(), parameter._version) for parameter in trainer.parameters()]
+
+    def request(name: str, num_tokens: int) -> WorkItem:
+        params = SamplingParams(max_new_tokens=num_tokens, stop_token_ids=())
+        return WorkItem(request_id=name, prompt_ids=prompt, params=params)
+
+    with WeightSync(workers) as weight_sync:
+        weight_sync.publish(tiny_llama(seed=2))
+        worker.call(worker_jobs.slow_down).result(LIMIT_S)
+        assert worker.submit([request("ended", 2), request("in-flight", 400)]) == []
+        finished(worker, 1)
+        version = weight_sync.publish(trainer).version
+        assert worker.submit([request("new", 4)]) == []
+        (new,) = finished(worker, 1)
+        assert worker.cancel(["in-flight"]) == [], "it has ended too soon to test anything"
+        finished(worker, 1)
+        worker.call(worker_jobs.full_speed).result(LIMIT_S)
+    rollout = new.rollout
+    assert (rollout.rollout_id, rollout.prefill_version, rollout.versions) == ("new", version, [version] * 4)
+    errors = torch.tensor(rollout.logprobs) - forward_logprobs(trainer, prompt, rollout.token_ids)
+    assert errors.abs().max() < 1e-4
+    assert trainer.training
+    for parameter, values, counter in before:
+        assert torch.equal(parameter, values)
+        assert parameter._version == counter
