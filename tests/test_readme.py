@@ -45,7 +45,7 @@ def test_the_twelve_lines_are_twelve() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_every_file_that_a_document_names_exists(document: Path) -> None:
     folders = r"rollout|sync|trainer_adapters|rollsync_cli|examples|benchmarks|tests"
-    named = set(re.findall(rf"`((?:{folders})/[\w./]*)`", document.read_text()))
+    named = set(re.findall(rf"`((?:{folders})/(?:[\w./]*(?:/|\.\w+))?)`", document.read_text()))
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
