@@ -114,7 +114,7 @@ class Curve:
     trained: list[float] = field(default_factory=list)  # [num_versions - 1], as those below
     """Mean reward of the batch that made the next version."""
     spanning: list[float] = field(default_factory=list)
-    """Share of its rollouts that have tokens of several versions."""
+    """Share of its rollouts that an update met in flight."""
     staleness: list[float] = field(default_factory=list)
     """Versions from a rollout's oldest token to the weights that trained on it, mean."""
     logprob_gap: list[float] = field(default_factory=list)
@@ -164,7 +164,7 @@ def learn(setting: Setting, seed: int, num_batches: int, folder: Path, *, num_wo
             curve.seconds.append(time.monotonic() - started_at)
             curve.versions.append(report.version)
             curve.trained.append(fmean(rollout.reward or 0.0 for rollout in rollouts))
-            curve.spanning.append(fmean(len(rollout.version_spans) > 1 for rollout in rollouts))
+            curve.spanning.append(fmean(rollout.spans_update for rollout in rollouts))
             curve.staleness.append(fmean(step - 1 - (rollout.min_version or 0) for rollout in rollouts))
             curve.logprob_gap.append(gap)
             # one of each group: all of them make no page worth reading, and their writing would take time

@@ -131,7 +131,7 @@ def train(
                     "mixed_groups": num_mixed,
                     "tokens_per_s": sum(len(rollout.token_ids) for rollout in rollouts) / seconds,
                     "staleness": lease.staleness,
-                    "spanning": sum(len(rollout.version_spans) > 1 for rollout in rollouts),
+                    "spanning": sum(rollout.spans_update for rollout in rollouts),
                     "pause_wait_ms": 1000 * report.pause_wait_s,
                     "pause_held_ms": 1000 * report.commit_s,
                     "straddlers": report.straddlers,

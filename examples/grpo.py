@@ -120,7 +120,7 @@ def train(model: Any, tokenizer: Any, task: Task, args: argparse.Namespace, run:
                     "mixed_groups": sum(mixed),
                     "tokens_per_s": sum(len(rollout.token_ids) for rollout in rollouts) / seconds,
                     "staleness": trained_version - min(rollout.min_version for rollout in rollouts),
-                    "spanning": sum(len(rollout.version_spans) > 1 for rollout in rollouts),
+                    "spanning": sum(rollout.spans_update for rollout in rollouts),
                     "pause_wait_ms": 1000 * update.wait_s,
                     "pause_held_ms": 1000 * update.held_s,
                     "straddlers": update.straddlers,

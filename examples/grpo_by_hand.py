@@ -75,7 +75,7 @@ def train(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
             optimizer.zero_grad()
 
             reward = sum(rollout.reward or 0.0 for rollout in rollouts) / len(rollouts)
-            spanning = sum(len(rollout.version_spans) > 1 for rollout in rollouts)
+            spanning = sum(rollout.spans_update for rollout in rollouts)
             print(
                 f"step {step:>3}  reward {reward:.3f}  staleness {staleness}  spanning {spanning} of {len(rollouts)}  "
                 f"held {1000 * engine.last_update.held_s:.0f} ms  version {engine.version}",

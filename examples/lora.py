@@ -98,7 +98,7 @@ def train(base: Any, tokenizer: Any, args: argparse.Namespace, run: RunFolder) -
                     "reward": sum(rollout.reward or 0.0 for rollout in rollouts) / len(rollouts),
                     "tokens_per_s": sum(len(rollout.token_ids) for rollout in rollouts) / seconds,
                     "staleness": trained_version - min(rollout.min_version or 0 for rollout in rollouts),
-                    "spanning": sum(len(rollout.version_spans) > 1 for rollout in rollouts),
+                    "spanning": sum(rollout.spans_update for rollout in rollouts),
                     "stage_ms": 1000 * report.stage_s,
                     "pause_wait_ms": 1000 * report.pause_wait_s,
                     "pause_held_ms": 1000 * report.commit_s,

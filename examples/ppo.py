@@ -127,7 +127,7 @@ def train(model: Any, tokenizer: Any, args: argparse.Namespace, run: RunFolder) 
                     "clip_share": metrics.policy.clip_share,
                     "tokens_per_s": sum(len(rollout.token_ids) for rollout in rollouts) / seconds,
                     "staleness": trained_version - min(rollout.min_version or 0 for rollout in rollouts),
-                    "spanning": sum(len(rollout.version_spans) > 1 for rollout in rollouts),
+                    "spanning": sum(rollout.spans_update for rollout in rollouts),
                     "pause_wait_ms": 1000 * report.pause_wait_s,
                     "pause_held_ms": 1000 * report.commit_s,
                     "straddlers": report.straddlers,

@@ -27,7 +27,7 @@ class RunFolder(RunLog):
     def count(self, rollouts: Sequence[Rollout]) -> None:
         """For the summary: rollouts that somebody else has written, as a controller does."""
         self._num_rollouts += len(rollouts)
-        self._num_spanning += sum(len(rollout.version_spans) > 1 for rollout in rollouts)
+        self._num_spanning += sum(rollout.spans_update for rollout in rollouts)
 
     def write_step(self, metrics: dict[str, Any]) -> None:
         """One line in the file and one on the screen."""

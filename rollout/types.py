@@ -164,6 +164,12 @@ class Rollout:
         """The newest version among its tokens; None without tokens."""
         return self.version_spans[-1].version if self.version_spans else None
 
+    @property
+    def spans_update(self) -> bool:
+        """Whether an update met it in flight: its KV cache and its tokens, or its tokens alone, are of more than one version.
+        A prompt may be prefilled under one version and all of its tokens be sampled under the next."""
+        return len({self.prefill_version, *(span.version for span in self.version_spans)}) > 1
+
     def text(self, tokenizer: Decoder) -> str:
         """The tokens as text, special tokens left out, cut before the stop string. For reading and rewards: ids, not text,
         go to the trainer."""

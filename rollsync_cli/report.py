@@ -83,7 +83,7 @@ def render(run: Run) -> str:
 
 def facts(run: Run, rows: Sequence[StepRow]) -> list[tuple[str, str, str]]:
     """(value, what it is, detail) for the head of the page."""
-    num_spanning = sum(len(row.spans) > 1 for row in run.rollouts)
+    num_spanning = sum(row.spans_update for row in run.rollouts)
     rewards = [row.reward for row in rows if row.reward is not None]
     items = [
         (f"{len(rows):,}", "step" if len(rows) == 1 else "steps", f"{len(run.rollouts):,} rollouts"),
@@ -97,7 +97,7 @@ def facts(run: Run, rows: Sequence[StepRow]) -> list[tuple[str, str, str]]:
         items.append((value, "reward", which))
     if run.rollouts:
         share = num_spanning / len(run.rollouts)
-        items.append((f"{share:.0%}", "span an update", f"{num_spanning:,} rollouts have tokens of several versions"))
+        items.append((f"{share:.0%}", "span an update", f"{num_spanning:,} rollouts were in flight at one"))
     stale = [row.staleness for row in rows if row.staleness is not None]
     if stale:
         items.append((str(max(stale)), "versions at most", "from a token's version to the trainer's"))

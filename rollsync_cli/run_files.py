@@ -36,9 +36,16 @@ class RolloutRow:
     error: str | None
     spans: tuple[tuple[int, int], ...]
     """(first token, version) of each."""
+    prefill_version: int | None
     submitted_at: float | None
     started_at: float | None
     finished_at: float | None
+
+    @property
+    def spans_update(self) -> bool:
+        """Its KV cache and its tokens are of more than one version."""
+        versions = {version for _, version in self.spans}
+        return len(versions if self.prefill_version is None else versions | {self.prefill_version}) > 1
 
     @property
     def staleness(self) -> int | None:
@@ -189,6 +196,7 @@ def _rollout_row(line: Fields) -> RolloutRow:
         finish_reason=line.text("finish_reason"),
         error=line.text("error"),
         spans=_spans(line.items("version_spans"), num_tokens),
+        prefill_version=line.whole("prefill_version"),
         submitted_at=timings.seconds("submitted_at"),
         started_at=timings.seconds("started_at"),
         finished_at=timings.seconds("finished_at"),

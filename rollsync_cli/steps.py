@@ -51,7 +51,7 @@ def step_rows(steps: Mapping[int, Sequence[RolloutRow]]) -> list[StepRow]:
             reward=fmean(rewards_of(rows)) if rewards_of(rows) else None,
             num_tokens=fmean(row.num_tokens for row in rows),
             staleness=max(staleness_of(rows), default=None),
-            num_spanning=sum(len(row.spans) > 1 for row in rows),
+            num_spanning=sum(row.spans_update for row in rows),
         )
         for step, rows in steps.items()
     ]

@@ -60,7 +60,8 @@ def test_three_steps_write_every_rollout_and_every_version(tiny_model, tmp_path,
         rewards = [{r["reward"] for r in batch if r["group_id"] == group} for group in {r["group_id"] for r in batch}]
         assert step["mixed_groups"] == sum(len(different) > 1 for different in rewards)
     assert steps[0]["mixed_groups"] == 3, "nothing is trained, so this shows nothing"
-    spanning = sum(len(rollout["version_spans"]) > 1 for rollout in rollouts)
+    versions = [{rollout["prefill_version"], *(v for _, v in rollout["version_spans"])} for rollout in rollouts]
+    spanning = sum(len(of_rollout) > 1 for of_rollout in versions)
     printed = capsys.readouterr().out.splitlines()
     assert [line[:8] for line in printed[1:5]] == ["step   1", "step   2", "step   3", ""]
     assert printed[5].startswith(f"{spanning} of 36 rollouts span an update")

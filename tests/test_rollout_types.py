@@ -126,6 +126,19 @@ def test_versions_of_a_rollout_follow_its_spans() -> None:
     assert (rollout.versions, rollout.min_version, rollout.max_version) == ([2, 2, 5], 2, 5)
 
 
+@pytest.mark.parametrize(
+    ("prefill_version", "versions", "spans_update"),
+    [(2, [2, 2], False), (2, [2, 5], True), (2, [5, 5], True), (5, [2, 5], True), (2, [], False), (None, [], False)],
+)
+def test_an_update_met_a_rollout_whose_prompt_and_tokens_are_of_several_versions(
+    prefill_version: int | None, versions: list[int], spans_update: bool
+) -> None:
+    spans = [VersionSpan(first, version) for first, version in enumerate(versions) if version not in versions[:first]]
+    num_tokens = len(versions)
+    per_token = {"token_ids": [1] * num_tokens, "logprobs": [-1.0] * num_tokens, "loss_mask": [1] * num_tokens}
+    assert make(prefill_version=prefill_version, version_spans=spans, **per_token).spans_update is spans_update
+
+
 def test_a_rollout_without_tokens_has_no_versions() -> None:
     rollout = make(token_ids=[], logprobs=[], loss_mask=[], version_spans=[])
     assert (rollout.versions, rollout.min_version, rollout.max_version) == ([], None, None)
