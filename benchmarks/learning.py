@@ -142,8 +142,8 @@ def print_table(curves: Mapping[str, Sequence[Curve]]) -> None:
         print(f"{name:38} {len(reached):>4} of {len(runs)}" + "".join(f"{cell:>16}" for cell in cells))
     print(
         f"samples, seconds: until the held-out reward reached {GOAL:g}. reward: held-out, at the end. spanning: rollouts that "
-        "an update met\nin flight. stale: versions from a rollout's oldest token to the trainer's. gap: |trainer's log-prob "
-        "- engine's|, nats."
+        "an update\nmet in flight. stale: versions from a rollout's oldest token to the trainer's. gap: |trainer's log-prob - "
+        "engine's|, nats."
     )
 
 
