@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import (
@@ -18,7 +19,7 @@ from transformers import (
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
-from rollout import FinishReason, GenerationEngine
+from rollout import EngineDeadError, FinishReason, GenerationEngine
 from rollout.requests.delivery import RolloutFuture
 
 VOCAB_SIZE = 64
@@ -221,6 +222,25 @@ class LosesOne(CancelsOne):
             lost.set_result(replace(futures[0].result(30), finish_reason=FinishReason.ERROR, error="lost"))
             futures[0] = lost
         return futures
+
+
+class RefusesSecondGroup(GenerationEngine):
+    """Is dead, as far as it says, when the second group comes, and when the first sample is tried again."""
+
+    num_groups = 0
+    num_submitted = 0
+
+    def submit_group(self, *args: Any, **kwargs: Any) -> list[RolloutFuture]:
+        self.num_groups += 1
+        if self.num_groups == 2:
+            raise EngineDeadError("the loop has died")
+        return super().submit_group(*args, **kwargs)
+
+    def submit(self, *args: Any, **kwargs: Any) -> RolloutFuture:
+        self.num_submitted += 1
+        if self.num_submitted == 1:
+            raise EngineDeadError("the loop has died again")
+        return super().submit(*args, **kwargs)
 
 
 def move_evicted_kv_to_host(engine: GenerationEngine, num_sectors: int = 64) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes import CancelsOne, LosesOne, tiny_llama
+from fakes import CancelsOne, LosesOne, RefusesSecondGroup, tiny_llama
 
 from rollout import (
     EngineConfig,
@@ -79,6 +79,15 @@ def test_sample_that_is_lost_is_generated_again_alone() -> None:
         rollouts = make(engine).generate([A, A, B, B], PARAMS, 2)
         assert [len(rollout.token_ids) for rollout in rollouts] == [6, 6, 6, 6]
         assert engine.stats().generated_tokens == 4 * 6, "a sibling was generated again"
+
+
+def test_group_that_a_dying_engine_refused_draws_what_it_would_have() -> None:
+    params = replace(PARAMS, seed=5)
+    with GenerationEngine(tiny_llama(), SMALL) as engine, RefusesSecondGroup(tiny_llama(), SMALL) as dying:
+        expected = make(engine).generate([A, A, B, B], params, 2)
+        rollouts = make(dying, max_retries=2).generate([A, A, B, B], params, 2)
+    assert [rollout.token_ids for rollout in rollouts] == [rollout.token_ids for rollout in expected]
+    assert [rollout.sample_index for rollout in rollouts] == [0, 1, 0, 1]
 
 
 def test_sample_that_fails_for_good_leaves_its_siblings() -> None:

@@ -77,8 +77,7 @@ class EngineGenerator:
 
     def _group(self, prompt_ids: list[int], params: SamplingParams, size: int) -> "Sequence[Future[Rollout]]":
         return self._submitted(
-            prompt_ids,
-            size,
+            [_refused(prompt_ids, place) for place in range(size)],
             lambda: self._engine.submit_group(prompt_ids, params, size=size, timeout_s=self._timeout_s),
         )
 
@@ -95,18 +94,20 @@ class EngineGenerator:
                 )
             ]
 
-        return self._submitted(lost.prompt_ids, 1, submit)
+        return self._submitted([lost], submit)
 
     @staticmethod
     def _submitted(
-        prompt_ids: list[int], size: int, submit: "Callable[[], Sequence[Future[Rollout]]]"
+        otherwise: Sequence[Rollout], submit: "Callable[[], Sequence[Future[Rollout]]]"
     ) -> "Sequence[Future[Rollout]]":
+        """`otherwise`: what the samples are if they are refused, but for the reason."""
         try:
             return submit()
         except (InvalidRequestError, EngineDeadError) as error:  # of this prompt; of all that are under way
-            refused: Future[Rollout] = Future()
-            refused.set_result(_failed(prompt_ids, error))
-            return [refused] * size
+            refused: list[Future[Rollout]] = [Future() for _ in otherwise]
+            for future, rollout in zip(refused, otherwise, strict=True):
+                future.set_result(replace(rollout, error=str(error)))
+            return refused
 
     def _wait(self, submissions: "Iterable[Sequence[Future[Rollout]]]") -> list[Rollout]:
         """The results of all; each submission is made as it is iterated over."""
@@ -153,7 +154,8 @@ class ControllerGenerator:
         try:
             return self._controller.generate(prompts, params, num_samples=size, timeout_s=self._timeout_s)
         except InvalidRequestError as error:  # of every one of them
-            return [_failed(prompt_ids, error) for prompt_ids in prompts for _ in range(size)]
+            refused = [_refused(prompt_ids, place) for prompt_ids in prompts for place in range(size)]
+            return [replace(rollout, error=str(error)) for rollout in refused]
 
 
 def warn_if_renormalising(params: SamplingParams) -> None:
@@ -199,9 +201,11 @@ def _checked(rollouts: list[Rollout]) -> list[Rollout]:
     return rollouts
 
 
-def _failed(prompt_ids: list[int], error: Exception) -> Rollout:
+def _refused(prompt_ids: list[int], place: int) -> Rollout:
+    """A sample that no engine took. `place`: in its group, on which its noise depends, also when it is tried again."""
     return Rollout(
         rollout_id="refused",
+        sample_index=place,
         prompt_ids=prompt_ids,
         token_ids=[],
         logprobs=[],
@@ -209,5 +213,4 @@ def _failed(prompt_ids: list[int], error: Exception) -> Rollout:
         version_spans=[],
         prefill_version=None,
         finish_reason=FinishReason.ERROR,
-        error=str(error),
     )
