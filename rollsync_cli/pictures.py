@@ -24,7 +24,8 @@ def read_pictures(folder: Path) -> list[Picture]:
     pictures: list[Picture] = []
     for path in sorted(folder.glob("*.png")):
         try:
-            content = path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
+            # a pipe or a device has the size 0, and no end
+            content = path.read_bytes() if path.is_file() and path.stat().st_size <= MAX_BYTES else b""
         except OSError:
             continue
         if content.startswith(SIGNATURE):

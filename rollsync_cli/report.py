@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rollsync_cli.charts import number
+from rollsync_cli.errors import CommandError
 from rollsync_cli.panels import panels
 from rollsync_cli.run_files import RolloutRow, Run, read_run
 from rollsync_cli.steps import StepRow, step_rows, steps_of
@@ -32,16 +33,20 @@ MAX_STEP_ROWS = 500
 
 def write_report(run: Path | str, out: Path | str | None = None) -> Path:
     """Writes the page (`report.html` in the run's folder, unless `out` says where), whole or not at all, and returns its path.
-    Raises RunFolderError for what is no run, OSError where the page cannot be written."""
+    Raises RunFolderError for what is no run, CommandError for a page that is there and no file, OSError where it cannot be
+    written."""
     path = Path(run)
     html = render(read_run(path))
     folder = path if path.is_dir() else path.parent
     target = Path(out) if out is not None else folder / "report.html"
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    real = Path(os.path.realpath(target))
+    if real.exists() and not real.is_file():  # to take its place would do away with a device
+        raise CommandError(f"the page {target} cannot be written: it is no file; give another --out")
+    beside = real.with_name(f".{real.name}.{os.getpid()}")
     try:
         # what cannot be encoded (half a surrogate pair in a model's text) becomes "?"
         beside.write_text(html, encoding="utf-8", errors="replace")
-        beside.replace(target)
+        beside.replace(real)
     finally:
         beside.unlink(missing_ok=True)
     return target

@@ -146,9 +146,11 @@ class JsonLines:
         """Lines so far that are no JSON."""
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if not self._path.exists():
-            return
         try:
+            if not self._path.exists():
+                return
+            if not self._path.is_file():  # a pipe's open waits for a writer, for ever
+                raise RunFolderError(f"{self._path} is no file; remove it, or give another run")
             # a line may be torn inside a character
             with self._path.open(encoding="utf-8-sig", errors="replace") as file:
                 for number, text in enumerate(file, 1):

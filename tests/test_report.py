@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from rollout import FinishReason, Rollout, RunLog, Timings, UpdateRecord, Versio
 from rollout.batches.records import rollout_line
 from rollout.fleet.rollout_log import RolloutLog
 from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
-from rollsync_cli.errors import RunFolderError
+from rollsync_cli.errors import CommandError, RunFolderError
 from rollsync_cli.pictures import MAX_BYTES, SIGNATURE
 from rollsync_cli.report import MAX_STEP_ROWS, MAX_TEXT, MAX_TEXTS, render, write_report
 from rollsync_cli.run_files import read_run
@@ -650,3 +651,26 @@ def test_the_pngs_of_the_folder_are_in_the_page_and_nothing_else_is(tmp_path: Pa
     (folder / "large.png").write_bytes(SIGNATURE + bytes(MAX_BYTES))
     html = write_report(folder).read_text()
     assert re.findall(r'src="([^"]*)"', html) == [f"data:image/png;base64,{base64.b64encode(png).decode()}"]
+
+
+def test_a_pipe_among_the_files_of_a_run_is_not_waited_for(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, [a_rollout("r-0", 0, 1, [(0, 0)])])
+    os.mkfifo(folder / "pipe.png")
+    (folder / "link.png").symlink_to(folder / "pipe.png")
+    assert read_run(folder).pictures == []
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    os.mkfifo(folder / "metrics.jsonl")
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl is no file; remove it"):
+        read_run(folder)
+
+
+def test_a_page_does_not_take_the_place_of_what_is_no_file(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, [a_rollout("r-0", 0, 1, [(0, 0)])])
+    pipe, link = tmp_path / "pipe", tmp_path / "link.html"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for out in (pipe, link, tmp_path, "", "/"):
+        with pytest.raises(CommandError, match="it is no file"):
+            write_report(folder, out)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
