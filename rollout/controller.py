@@ -255,15 +255,24 @@ class RolloutController:
         coordinator, questions = self._coordinator, self._questions
         (worker_id,) = coordinator.roster.seats
 
+        has_begun = False
+
         def begin(clear: "Future[None]") -> None:
+            nonlocal has_begun
+            has_begun = True
             coordinator.commit_begins(worker_id, lambda: clear.set_result(None))
 
-        questions.wait(begin, self.config.evaluation_wait_s + ANSWER_GRACE_S, "waiting for evaluations")
+        def end() -> None:
+            if has_begun:
+                coordinator.commit_ends(worker_id)
+
         try:
+            # an interrupted wait has an end too: without one the worker would evaluate nothing any more
+            questions.wait(begin, self.config.evaluation_wait_s + ANSWER_GRACE_S, "waiting for evaluations")
             with engine.update(version, timeout_s) as model:
                 yield model
         finally:
-            questions.ask(lambda: coordinator.commit_ends(worker_id))
+            questions.ask(end)
 
     def targets(self) -> list[FleetTarget]:
         """The workers, for `sync.WeightSync`."""

@@ -4,7 +4,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from rollout.fleet.loop import ThreadLoop
 from rollout.rollout_config import RolloutConfig
 from rollout.status import EngineState
 from sync import SyncError, WeightSync
+
+T = TypeVar("T")
 
 PROMPTS = [[2 + n, 3, 4] for n in range(24)]
 
@@ -183,6 +186,29 @@ def test_an_evaluation_is_of_one_version_even_if_a_publish_is_asked_for_meanwhil
     assert len(results) == 4
     assert [len(rollout.version_spans) for rollout in results] == [1] * 4
     assert all(rollout.reward is not None for rollout in results)
+
+
+class InterruptedLoop(ThreadLoop):
+    """Ctrl-C comes in the next wait once `interrupts` is set."""
+
+    interrupts = False
+
+    def wait(self, future: "Future[T]", timeout_s: float) -> T:
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
+        return super().wait(future, timeout_s)
+
+
+def test_an_update_that_is_interrupted_while_it_waits_leaves_the_engine_to_evaluations() -> None:
+    loop = InterruptedLoop()
+    fleet = LocalFleet(GenerationEngine(tiny_llama(), EngineConfig(num_blocks=64, page_size=16)))
+    with RolloutController.over(fleet, PROMPTS, config=a_config(), loop=loop) as controller:
+        loop.interrupts = True
+        with pytest.raises(KeyboardInterrupt), controller.update():
+            pass
+        assert len(controller.generate([[7, 8]], timeout_s=30)) == 1
+        assert controller.version == 0
 
 
 def test_an_evaluation_is_of_one_version_beside_the_publishes_of_a_weight_sync() -> None:
