@@ -26,6 +26,17 @@ def test_equal_rewards_and_a_group_of_one_get_no_advantage(reward: float, size: 
     assert not group_advantages(rewards, torch.tensor([0] * size + [1])).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.bool])
+def test_advantages_of_rewards_of_any_type_are_those_of_float32(dtype: torch.dtype) -> None:
+    few = torch.tensor([1.0, 900.0, 0.0, 600.0]).to(dtype)
+    many = torch.tensor([1.0] * 300 + [0.0] * 100).to(dtype)
+    for rewards in (few, many):
+        groups = torch.zeros(len(rewards), dtype=torch.int64)
+        advantages = group_advantages(rewards, groups)
+        assert advantages.dtype is torch.float32
+        assert torch.equal(advantages, group_advantages(rewards.float(), groups))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_reward_that_is_no_finite_number_is_refused_by_its_row(bad: float) -> None:
     rewards = torch.tensor([0.5, bad, 1.0])

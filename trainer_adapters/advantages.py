@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer_adapters.errors import AdapterError
+from trainer_adapters.losses import at_least_float32
 
 
 def group_advantages(rewards: Tensor, group_index: Tensor, *, eps: float = 1e-4) -> Tensor:
@@ -13,13 +14,15 @@ def group_advantages(rewards: Tensor, group_index: Tensor, *, eps: float = 1e-4)
 
     Source: GRPO, DeepSeekMath (Shao et al. 2024), section 4.1.2. `std` is the sample's (divided by n - 1), as in other
     trainers; a group of one, or of equal rewards, gets 0 and teaches nothing. Groups may differ in size, after failed
-    rollouts left. Raises AdapterError for shapes that differ, and for a reward that is no finite number: it would make its
-    whole group's advantages NaN.
+    rollouts left. Computed in float32, or float64 if that comes in: half precision neither counts a large group nor squares
+    a reward of 300. Raises AdapterError for shapes that differ, and for a reward that is no finite number: it would make
+    its whole group's advantages NaN.
     """
     if rewards.dim() != 1:
         raise AdapterError(f"rewards must be [B], got {list(rewards.shape)}")
     _check("group_index", group_index, rewards.shape)
     _check_finite(rewards)
+    rewards = at_least_float32(rewards)
     groups, group_of_row = torch.unique(group_index, return_inverse=True)
     zeros = torch.zeros(len(groups), dtype=rewards.dtype, device=rewards.device)
     size = zeros.index_add(0, group_of_row, torch.ones_like(rewards))
