@@ -72,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1, help="Ray workers; 0: one engine in this process (default 1)")
     parser.add_argument("--out", type=Path, help="a new folder (default runs/learning-<time>)")
     args = parser.parse_args(argv)
+    for name, low in (("seeds", 1), ("budget", 1), ("workers", 0)):
+        if getattr(args, name) < low:
+            parser.error(f"argument --{name}: must be at least {low}, got {getattr(args, name)}")
     out = args.out or Path("runs") / f"learning-{datetime.now():%Y%m%d-%H%M%S}"
+    if out.exists():
+        parser.error(f"argument --out: {out} exists; give a new folder")
     torch.set_num_threads(1)  # beside as many of the engine; more gain nothing on a model of this size
 
     if args.ablate is not None:

@@ -63,6 +63,17 @@ def test_an_ablation_is_drawn_beside_the_row_that_has_the_feature(
     assert [list(panel) for panel in learning.panels(curves, rows).values()] == [list(rows)]
 
 
+@pytest.mark.parametrize(
+    "argv", [["--seeds", "0"], ["--budget", "-5"], ["--workers", "-1"], ["--out", "."]], ids=lambda argv: argv[0]
+)
+def test_arguments_that_cannot_work_are_refused_before_anything_starts(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        learning.main(argv)
+    assert f"argument {argv[0]}: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mode", learning.MODES)
 def test_the_modes_differ_in_what_meets_an_update_in_flight(mode: str, tmp_path: Path) -> None:
     # one request after the other: generation takes much longer than training, so that the updates come amid it
