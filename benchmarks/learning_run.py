@@ -253,8 +253,8 @@ class Learner:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def train(self, rollouts: Sequence[Rollout], weights: Sequence[Weights]) -> float:
-        """One pass over a batch, in minibatches. PPO's critic gets each position's reward at its token, GRPO their sum. `weights`: those of each version so far. Returns the mean of
-        |trainer's log-prob - engine's|."""
+        """One pass over a batch, in minibatches. PPO's critic gets each position's reward at its token, GRPO their sum.
+        `weights`: those of each version so far. Returns the mean of |trainer's log-prob - engine's|, in nats."""
         size, is_ppo = self.setting.group_size, self.setting.algorithm == "ppo"
         batch = pad_rollouts([rollouts[i : i + size] for i in range(0, len(rollouts), size)], pad_id=END)
         mask = batch.loss_mask
