@@ -1,14 +1,15 @@
 """The real controller over simulated fleets that die, stand still and err: nobody lost, nobody doubled."""
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, check_rollouts, number_of, reward
 
-from rollout import InvalidRequestError, Rollout, SamplingParams, WorkerDiedError
+from rollout import InvalidRequestError, Rollout, RolloutStalledError, SamplingParams, WorkerDiedError
 from rollout.batches.lease import Lease
-from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
+from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer, VirtualLoop
 from rollout.workers.wire import WorkerState
 
 
@@ -178,6 +179,41 @@ def test_a_worker_that_dies_again_and_again_is_replaced_after_ever_longer_waits(
         SimulatedTrainer(controller, fleet, step_s=1.0).run(3)
         assert fleet.loop.now() < 300
         assert incarnation_at(300.5) == 7, "what it gave in between ends the row"
+
+
+def test_a_stall_is_told_though_a_worker_that_was_given_up_is_not_as_it_was_last_seen() -> None:
+    fleet = a_fleet(2, faults=Faults(freezes={"w0": ((2.0, 1e6),)}))
+    config = a_config(suspect_limit_s=20.0, pause_stall_s=100.0, worker_restarts=0)
+    with fleet.controller(PROMPTS, reward, config=config) as controller:
+        for worker in fleet.workers.values():
+            worker.require_version(1)
+        with pytest.raises(RolloutStalledError, match="pause stall"):
+            controller.next_batch(timeout_s=10_000)
+        assert fleet.loop.now() < 120.0
+
+
+class DueFirst(VirtualLoop):
+    """As a real loop: what is due comes before what is to come soon."""
+
+    def _run_one(self, deadline: float) -> bool:
+        soon: deque[Callable[[], None]] = deque()
+        if self._later and self._later[0][0] <= self._now:
+            soon, self._soon = self._soon, soon
+        try:
+            return super()._run_one(deadline)
+        finally:
+            self._soon.extendleft(reversed(soon))
+
+
+def test_a_stall_is_told_though_something_happens_at_every_tick() -> None:
+    fleet = a_fleet(1, loop=DueFirst())
+    with fleet.controller(PROMPTS, reward, config=a_config(pause_stall_s=100.0)) as controller:
+        fleet.workers["w0"].require_version(1)
+        for number in range(1, 1000):
+            fleet.loop.call_later(number * fleet.loop.tick_s, controller._coordinator.changed)
+        with pytest.raises(RolloutStalledError, match="pause stall"):
+            controller.next_batch(timeout_s=4000)
+        assert fleet.loop.now() < 120.0
 
 
 def test_workers_come_and_go_while_it_runs() -> None:

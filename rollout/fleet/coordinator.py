@@ -275,12 +275,13 @@ class Coordinator:
     def _tick(self) -> None:
         for worker_id, error in self.supervisor.tick():
             self.workforce.on_lost(worker_id, error)
-        if not self._turn_is_due:  # whoever has just asked may get what is there
-            self._tell_of_stall()
         self.changed()
+        self.loop.call_soon(self._tell_of_stall)  # after the turn: whoever has just asked may get what is there
         self.loop.call_later(self.loop.tick_s, self._tick)
 
     def _tell_of_stall(self) -> None:
+        if self.fatal is not None:
+            return
         why = self.supervisor.outside_change()
         if why is not None and not self.evaluations.has_commits:
             self._refuse_all(EngineFencedError(f"the engine is fenced: {why} (here: with controller.update(): ...)"))

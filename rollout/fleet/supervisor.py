@@ -68,8 +68,9 @@ class Supervisor:
     def look_at(self, seat: Seat) -> None:
         """One worker's health, without asking it."""
         health = seat.worker.health()
-        moved = health.version > seat.version or health.state is not seat.state
+        moved = health.version > seat.version
         if not seat.is_lost:
+            moved = moved or health.state is not seat.state
             seat.state = health.state
         update = None if health.engine is None else health.engine.last_update
         if update is not None and update.version == health.version > seat.version:
