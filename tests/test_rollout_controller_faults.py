@@ -2,15 +2,24 @@
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, check_rollouts, number_of, reward
 
-from rollout import InvalidRequestError, Rollout, RolloutStalledError, SamplingParams, WorkerDiedError
+from rollout import (
+    FinishReason,
+    InvalidRequestError,
+    Rollout,
+    RolloutStalledError,
+    SamplingParams,
+    VersionSpan,
+    WorkerDiedError,
+)
 from rollout.batches.lease import Lease
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer, VirtualLoop
-from rollout.workers.wire import WorkerState
+from rollout.workers.wire import Finished, WorkerState
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -179,6 +188,32 @@ def test_a_worker_that_dies_again_and_again_is_replaced_after_ever_longer_waits(
         SimulatedTrainer(controller, fleet, step_s=1.0).run(3)
         assert fleet.loop.now() < 300
         assert incarnation_at(300.5) == 7, "what it gave in between ends the row"
+
+
+def test_what_a_worker_brings_that_generates_nothing_does_not_end_its_row_of_deaths() -> None:
+    """As one whose process lives, and whose engine has been given up."""
+    fleet = a_fleet(2, faults=Faults(deaths={"w0": tuple(range(1, 9))}), restart_s=0.1)
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        workforce = controller._coordinator.workforce
+        resumed = Rollout(
+            rollout_id="w0-nothing",
+            prompt_ids=[2],
+            token_ids=[0],
+            logprobs=[-1.0],
+            loss_mask=[1],
+            version_spans=[VersionSpan(0, 0)],
+            prefill_version=0,
+            finish_reason=FinishReason.ERROR,
+        )
+        for at in range(1, 9):
+            failed = Finished(rollout=resumed, attempt=0, incarnation=0)
+            fleet.loop.call_later(at + 0.05, partial(workforce.on_results, "w0", [failed]))
+            fleet.loop.call_later(at + 0.2, partial(workforce.on_snapshot, "w0", [resumed]))
+            well = replace(failed, rollout=replace(resumed, finish_reason=FinishReason.STOP))
+            fleet.loop.call_later(at + 0.05, partial(workforce.on_results, "w0", [well]))  # of one that is lost
+        fleet.loop.advance(8.5)
+        # dead at 1, 2, 4 and 7; back after nothing, then 1 and 2 seconds, and the restart itself; the next is at 11.1
+        assert controller.status()["workers"]["w0"]["incarnation"] == 3
 
 
 def test_a_stall_is_told_though_a_worker_that_was_given_up_is_not_as_it_was_last_seen() -> None:

@@ -90,7 +90,7 @@ class Supervisor:
             seat.reason = None  # it was repaired
         seat.fence = fence
         if health.engine is not None:
-            if health.engine.generated_tokens > seat.num_tokens:
+            if not seat.is_lost and health.engine.generated_tokens > seat.num_tokens:
                 seat.num_deaths = 0
                 self.saw_progress()
             seat.num_tokens, seat.tokens_per_s = health.engine.generated_tokens, health.engine.tokens_per_s

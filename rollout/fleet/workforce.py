@@ -19,7 +19,7 @@ from rollout.fleet.protocols import FleetWorker, Loop
 from rollout.fleet.roster import Roster, Seat
 from rollout.fleet.supervisor import Supervisor
 from rollout.rollout_config import RolloutConfig
-from rollout.types import Rollout
+from rollout.types import FinishReason, Rollout
 from rollout.workers.wire import Finished, WorkerState, WorkItem
 
 log = logging.getLogger("rollsync")
@@ -98,7 +98,7 @@ class Workforce:
             if taken is not None:
                 self._judge.judge(*taken)
         if results:
-            if seat is not None:
+            if seat is not None and not seat.is_lost and any(_ended_well(finished) for finished in results):
                 seat.num_deaths = 0
             self._roster.touch(worker_id)
             self._supervisor.saw_progress()
@@ -151,9 +151,6 @@ class Workforce:
 
     def on_snapshot(self, worker_id: str, rollouts: Sequence[Rollout]) -> None:
         """What its samples have so far."""
-        seat = self._roster.seats.get(worker_id)
-        if seat is not None and any(rollout.token_ids for rollout in rollouts):
-            seat.num_deaths = 0
         for rollout in rollouts:
             # nobody who is behind it may go on from it
             self._supervisor.saw_version(rollout.max_version or 0)
@@ -192,3 +189,8 @@ class Workforce:
             and sample.attempt == item.attempt
             and 0 <= sample.index - item.sample_index < item.size
         ]
+
+
+def _ended_well(finished: Finished) -> bool:
+    # an engine that was given up has results too: each is an ERROR, with the tokens that it was resumed from
+    return finished.rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
