@@ -9,6 +9,7 @@ RolloutError
 ├── PauseTimeoutError (also TimeoutError)   a phase of a live update took longer than its limit
 ├── WorkerError                             something about one worker of a fleet
 │   ├── WorkerDiedError                     its process has ended; what it had not handed over is lost
+│   │   └── WorkerIrreplaceableError        and nobody can start another: its engine is this process's own
 │   ├── WorkerUnreachableError (also TimeoutError)  no answer within the limit; it may be stopped, busy or cut off
 │   ├── WorkerStaleError                    it lacks the fleet's version and serves nothing until a publish reaches it
 │   └── WorkerBusyError                     it holds as many requests and unread results as it may
@@ -59,6 +60,10 @@ class WorkerError(RolloutError):
 class WorkerDiedError(WorkerError):
     """The worker's process has ended, or was ended. Whatever it had not handed over is lost; `Worker.restart()` makes a
     new incarnation."""
+
+
+class WorkerIrreplaceableError(WorkerDiedError):
+    """No restart can bring another incarnation: its engine is this process's own."""
 
 
 class WorkerUnreachableError(WorkerError, TimeoutError):

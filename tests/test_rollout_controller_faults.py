@@ -16,6 +16,8 @@ from rollout import (
     SamplingParams,
     VersionSpan,
     WorkerDiedError,
+    WorkerIrreplaceableError,
+    WorkerUnreachableError,
 )
 from rollout.batches.lease import Lease
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer, VirtualLoop
@@ -214,6 +216,35 @@ def test_what_a_worker_brings_that_generates_nothing_does_not_end_its_row_of_dea
         fleet.loop.advance(8.5)
         # dead at 1, 2, 4 and 7; back after nothing, then 1 and 2 seconds, and the restart itself; the next is at 11.1
         assert controller.status()["workers"]["w0"]["incarnation"] == 3
+
+
+def test_a_restart_that_fails_again_and_again_is_tried_after_ever_longer_waits() -> None:
+    """As where a node is gone for a while: a burst of tries would use up `worker_restarts` before it is back."""
+    fleet = a_fleet(2, faults=Faults(deaths={"w0": (1.0,)}), restart_s=0.0)
+    tried_at: list[float] = []
+
+    def fail(*, serve_from_version: int | None = None) -> None:
+        tried_at.append(fleet.loop.now())
+        raise WorkerUnreachableError("no node has room")
+
+    with fleet.controller(PROMPTS, reward, config=a_config(worker_restarts=5)) as controller:
+        fleet.workers["w0"].restart = fail
+        fleet.loop.advance(100.0)
+        assert tried_at == [1.0, 2.0, 4.0, 8.0, 16.0]
+        assert controller.status()["workers"]["w0"]["state"] == "dead"
+
+
+def test_a_worker_that_nobody_can_replace_is_out_at_once() -> None:
+    fleet = a_fleet(1, faults=Faults(deaths={"w0": (1.0,)}), restart_s=0.0)
+
+    def fail(*, serve_from_version: int | None = None) -> None:
+        raise WorkerIrreplaceableError("it is this process's own engine")
+
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        fleet.workers["w0"].restart = fail
+        with pytest.raises(WorkerDiedError, match="no worker is left; the last one, w0: it is this process's own engine"):
+            controller.next_batch(timeout_s=100)
+        assert fleet.loop.now() == 1.0
 
 
 def test_a_stall_is_told_though_a_worker_that_was_given_up_is_not_as_it_was_last_seen() -> None:

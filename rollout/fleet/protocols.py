@@ -31,7 +31,8 @@ class Health(Protocol):
 
 class FleetWorker(Protocol):
     """One engine, wherever it lives. Every accepted item ends in exactly one `Finished` a sample, unless the worker
-    dies; then each method raises WorkerDiedError until `restart`."""
+    dies; then each method raises WorkerDiedError until `restart`, which raises WorkerIrreplaceableError where no try can
+    ever help."""
 
     @property
     def worker_id(self) -> str: ...

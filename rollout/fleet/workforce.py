@@ -12,7 +12,7 @@ from rollout.batches.entries import SampleEntry
 from rollout.batches.group_work import GroupWork
 from rollout.batches.groups import FailureKind
 from rollout.batches.metrics import RolloutMetrics
-from rollout.errors import InvalidRequestError, WorkerDiedError
+from rollout.errors import InvalidRequestError, WorkerDiedError, WorkerIrreplaceableError
 from rollout.fleet.evaluation import Evaluations
 from rollout.fleet.judging import Judge
 from rollout.fleet.protocols import FleetWorker, Loop
@@ -136,9 +136,10 @@ class Workforce:
         self._replace(seat, error)
 
     def on_restart_failed(self, worker_id: str, error: Exception) -> None:
-        """Another try, if there is one left."""
+        """Another try, if there is one left, after a longer wait: it counts as another death in the row."""
         seat = self._roster.seats.get(worker_id)
         if seat is not None:
+            seat.num_deaths += 1
             self._replace(seat, error)
 
     def on_restarted(self, worker_id: str) -> None:
@@ -160,7 +161,8 @@ class Workforce:
         log.warning("worker %s is lost: %s", seat.worker_id, error)
         seat.reason = str(error)
         seat.tokens_per_s = 0.0
-        if seat.num_restarts < self._config.worker_restarts:
+        is_replaceable = not isinstance(error, WorkerIrreplaceableError)
+        if is_replaceable and seat.num_restarts < self._config.worker_restarts:
             seat.num_restarts += 1
             seat.state = WorkerState.RESTARTING
             wait_s = self._supervisor.restart_wait_s(seat)

@@ -153,8 +153,13 @@ class VirtualLink:
         self._events.on_snapshot(self._worker.worker_id, self._worker.snapshot())
 
     def _restart(self, serve_from_version: int) -> None:
-        if not self._is_closed:
+        if self._is_closed:
+            return
+        try:
             self._worker.restart(serve_from_version=serve_from_version)
+        except RolloutError as error:
+            self._events.on_restart_failed(self._worker.worker_id, error)
+        else:
             self._events.on_restarted(self._worker.worker_id)
 
     def _quietly(self, call: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rollout.engine import GenerationEngine
-from rollout.errors import EngineStateError, RolloutError, WorkerDiedError, WorkerStaleError
+from rollout.errors import EngineStateError, RolloutError, WorkerDiedError, WorkerIrreplaceableError, WorkerStaleError
 from rollout.status import EngineState, EngineStats
 from rollout.types import Rollout
 from rollout.workers.revival import EngineRevival
@@ -116,8 +116,8 @@ class LocalWorker:
         """There is never another incarnation: an engine's restart keeps its weights."""
 
     def restart(self, *, serve_from_version: int | None = None) -> None:
-        """WorkerDiedError: another engine needs another model."""
-        raise WorkerDiedError(f"worker {self.worker_id} is this process's own engine and cannot be replaced")
+        """WorkerIrreplaceableError: another engine needs another model."""
+        raise WorkerIrreplaceableError(f"worker {self.worker_id} is this process's own engine and cannot be replaced")
 
     def stop(self, timeout_s: float) -> list[Finished]:
         """Ends its polls. The engine is its owner's."""
