@@ -72,6 +72,28 @@ def test_below_the_version_that_it_must_serve_from_an_item_is_refused_as_elsewhe
     assert run(worker, "in-time").rollout.versions == [1] * 4
 
 
+class CannotComeBack:
+    """An engine whose loop died, on a device whose memory somebody else has."""
+
+    state = EngineState.DEAD
+
+    def restart(self) -> None:
+        raise RuntimeError("out of memory")
+
+
+def test_whatever_keeps_an_engine_from_starting_is_told_and_counts_as_another_death(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Raised, it would end the thread that tries again."""
+    revival = EngineRevival(CannotComeBack(), 2, name="w0")
+    for _ in range(2):
+        assert not revival.is_over
+        assert revival.revive()
+    assert revival.is_over
+    assert "worker w0 could not restart its engine" in caplog.text
+    assert "out of memory" in caplog.text
+
+
 class SlowToComeBack:
     """An engine whose loop died, and whose restart fails when a test lets it end."""
 

@@ -4,7 +4,6 @@ import logging
 import threading
 
 from rollout.engine import GenerationEngine
-from rollout.errors import EngineStateError, InvalidRequestError
 from rollout.status import EngineState
 from rollout.types import FinishReason, Rollout
 
@@ -20,6 +19,8 @@ class EngineRevival:
         self._max_in_a_row = max_in_a_row
         self._name = name
         self._lock = threading.Lock()  # one restart at a time; the others wait for it
+        # of its own: a restart waits for the thread on which rollouts end
+        self._counting = threading.Lock()
         self._is_reviving = False
         self.num_deaths = 0
         """In a row."""
@@ -38,7 +39,8 @@ class EngineRevival:
     def saw(self, rollout: Rollout) -> None:
         """A rollout of the engine's has ended; one that ends well ends the row of deaths."""
         if rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.num_deaths = 0
+            with self._counting:
+                self.num_deaths = 0
 
     def revive(self) -> bool:
         """Restarts the engine if that is due, which is returned, and waits for whoever does so already. What keeps it from
@@ -47,10 +49,11 @@ class EngineRevival:
             if not self.is_due:
                 return False
             self._is_reviving = True  # first: the last restart that there may be is not over while it lasts
-            self.num_deaths += 1
+            with self._counting:
+                self.num_deaths += 1
             try:
                 self._engine.restart()
-            except (EngineStateError, InvalidRequestError):
+            except Exception:  # as a device without memory: the thread that keeps the engine must try again
                 log.exception("worker %s could not restart its engine", self._name)
             else:
                 log.warning("worker %s restarted its engine, whose loop had died", self._name)
