@@ -180,6 +180,7 @@ def test_a_checkpoint_of_other_prompts_or_settings_is_refused() -> None:
     others.load_state_dict(state)
     with pytest.raises(InvalidRequestError, match="not what it was"):
         others.start()
+    assert others._coordinator.handout.num_trained == 0
     with pytest.raises(InvalidRequestError, match="no state"):
         a_fleet().controller(PROMPTS, reward).load_state_dict({})
 

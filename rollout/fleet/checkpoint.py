@@ -79,8 +79,9 @@ def load(coordinator: Coordinator, state: Mapping[str, Any], highest: HighestVer
     also when they were trained on and not published yet."""
     numbers = [work["number"] for work in state["works"]["works"]]
     prompts = coordinator.prompts.rewind(state["cursor"], numbers)
-    coordinator.handout.num_trained = int(state["num_trained"])
+    num_trained = int(state["num_trained"])
     coordinator.collection.load_state_dict(state["works"], prompts, now=coordinator.loop.now())
+    coordinator.handout.num_trained = num_trained
     if state["highest_version"] is not None:
         highest.saw(state["highest_version"])
     name = max(highest.next, int(state["policy_version"]))
