@@ -120,6 +120,18 @@ def test_samples_for_which_no_worker_has_room_at_once_go_as_they_fit(room: dict[
         assert controller._coordinator.evaluations.num_on("w0") == 0
 
 
+def test_an_idle_worker_gets_no_more_samples_of_an_evaluation_than_it_may_have() -> None:
+    fleet = a_fleet(1, slots=64)
+    given: list[tuple[str, int]] = []
+    config = a_config(max_samples_per_worker=4)
+    with fleet.controller(iter([]), reward, config=config) as controller:
+        fleet.workers["w0"].submit = noting(fleet.workers["w0"].submit, given)
+        results = controller.evaluate([[5, 6]], SamplingParams(max_new_tokens=100), num_samples=10)
+    assert [rollout.sample_index for rollout in results] == [*range(10)]
+    assert given[0] == ("eval0-0", 4)
+    assert max(size for _, size in given) == 4
+
+
 def test_no_two_samples_draw_the_same_noise_under_a_seed_which_draws_it_again() -> None:
     params = SamplingParams(max_new_tokens=1000, seed=3)
 

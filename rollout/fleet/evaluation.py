@@ -131,7 +131,7 @@ class Evaluations:
         for run in [run for run in self._runs if run.future.done()]:
             self._drop(run)
         while self._queued:
-            size = len(self._queued[0])
+            size = self._roster.at_most(len(self._queued[0]))
             while (seat := self._roster.least_loaded(size, version, barred=self._held)) is None and size > 1:
                 size //= 2  # or training, which takes single places, would leave it none
             if seat is None:

@@ -143,6 +143,10 @@ class Roster:
             seat.behind = (seat.version, self._now())
         return self._now() - seat.behind[1] < CATCH_UP_S
 
+    def at_most(self, size: int) -> int:
+        """Of `size` samples, how many one worker may ever have."""
+        return int(min(size, self._capacity))
+
     def idle_share(self) -> float:
         """Of the workers' time, the part in which they had nothing to do; in [0, 1]."""
         now = self._now()
