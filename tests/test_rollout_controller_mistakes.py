@@ -72,6 +72,18 @@ def test_a_run_without_output_ends_with_what_the_reward_function_raised_as_its_c
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_a_stall_of_another_kind_has_no_reward_error_as_its_cause() -> None:
+    fleet = a_fleet(1)
+    config = a_config(max_groups_without_output=10_000, pause_stall_s=50.0)
+    with fleet.controller(PROMPTS, broken, config=config) as controller:
+        fleet.loop.advance(10.0)
+        assert controller.status()["last_failure"] is not None
+        fleet.workers["w0"].require_version(1)
+        with pytest.raises(RolloutStalledError, match="pause stall") as caught:
+            controller.next_batch(timeout_s=1000)
+        assert caught.value.__cause__ is None
+
+
 def test_the_first_failed_reward_is_told_with_its_traceback_and_the_others_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

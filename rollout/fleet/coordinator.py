@@ -290,11 +290,11 @@ class Coordinator:
         if why is None or not (self.roster.is_deserted or self.handout.num_waiting):
             return
         error = RolloutStalledError(why, self.status())
-        if self.collection.num_barren:
-            error.__cause__ = self.collection.last_cause
         if self.roster.is_deserted:
             self._refuse_all(error)
         else:
+            if self.supervisor.is_barren:
+                error.__cause__ = self.collection.last_cause
             self.handout.refuse_all(error)
             self._was_told = True
 

@@ -7,7 +7,7 @@ from rollout.batches.entries import SampleState
 from rollout.errors import RolloutError, WorkerDiedError
 from rollout.fleet.protocols import Loop
 from rollout.fleet.roster import Roster, Seat
-from rollout.fleet.watchdogs import Signs, stall
+from rollout.fleet.watchdogs import Signs, barren_limit_of, stall
 from rollout.rollout_config import RolloutConfig
 from rollout.status import EngineState, UpdateRecord
 from rollout.workers.wire import WorkerState
@@ -133,6 +133,11 @@ class Supervisor:
         if not fences or not all(fence is not None and fence.is_outside_change for fence in fences):
             return None
         return next(fence.reason for fence in fences if fence is not None)
+
+    @property
+    def is_barren(self) -> bool:
+        """Whether so many groups in a row ended unused that it is a stall."""
+        return self._collection.num_barren >= barren_limit_of(self._config)
 
     def stalled(self) -> str | None:
         """What is wrong with the fleet, if something is."""
