@@ -148,6 +148,19 @@ def test_when_no_worker_is_left_next_batch_says_so() -> None:
         controller.next_batch(timeout_s=100)
 
 
+def test_a_fleet_whose_last_worker_died_for_good_offers_no_remedy_that_is_none() -> None:
+    fleet = a_fleet(2, faults=Faults(deaths={"w1": (4.0,)}))
+    with fleet.controller(PROMPTS, reward, config=a_config(worker_restarts=0)) as controller:
+        fleet.loop.advance(1.0)
+        controller.remove_worker("w0")
+        fleet.loop.advance(10.0)
+        with pytest.raises(WorkerDiedError, match="no worker is left; the last one, w1"):
+            controller.next_batch(timeout_s=100)
+        status = controller.status()
+        assert "no worker is left" in status["fatal"]
+        assert status["stalled"] is None, "controller.add_worker() would bring nothing"
+
+
 def test_a_worker_whose_death_is_not_told_yet_is_not_counted_out() -> None:
     fleet = a_fleet(2, lengths=ConstantLengths(tokens=600), faults=Faults(deaths={"w0": (1.0, 21.0)}), restart_s=5.0)
     with fleet.controller(PROMPTS[:8], reward, config=a_config(worker_restarts=1)) as controller:
@@ -242,7 +255,9 @@ def test_a_worker_that_nobody_can_replace_is_out_at_once() -> None:
 
     with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
         fleet.workers["w0"].restart = fail
-        with pytest.raises(WorkerDiedError, match="no worker is left; the last one, w0: it is this process's own engine"):
+        with pytest.raises(
+            WorkerDiedError, match="no worker is left; the last one, w0: it is this process's own engine"
+        ):
             controller.next_batch(timeout_s=100)
         assert fleet.loop.now() == 1.0
 

@@ -299,8 +299,8 @@ class Coordinator:
             self._was_told = True
 
     def stalled(self) -> str | None:
-        """What is wrong with the fleet, if something is."""
-        return self.supervisor.stalled()
+        """What is wrong with the fleet, if something is that can be mended; `fatal` is what cannot."""
+        return self.supervisor.stalled() if self.fatal is None else None
 
     def look(self) -> int:
         """The fleet's version, after a look at every worker."""

@@ -24,7 +24,7 @@ def stall(
 ) -> str | None:  # fmt: skip
     """What is wrong, in a sentence that names the limit; None if nothing is."""
     if is_deserted and not num_rewarding:
-        return "no worker is left: all have been removed or have died too often; controller.add_worker() brings one"
+        return "no worker is left: the last one has been removed; controller.add_worker() brings one"
     barren_limit = barren_limit_of(config)
     if num_barren >= barren_limit:
         because = f"; the last failure: {last_failure}" if last_failure else ""
