@@ -24,8 +24,8 @@ from rollout.errors import (
     StaleRolloutsError,
     WorkerBusyError,
     WorkerDiedError,
-    WorkerIrreplaceableError,
     WorkerError,
+    WorkerIrreplaceableError,
     WorkerStaleError,
     WorkerUnreachableError,
 )
@@ -72,8 +72,8 @@ __all__ = [
     "VersionSpan",
     "WorkerBusyError",
     "WorkerDiedError",
-    "WorkerIrreplaceableError",
     "WorkerError",
+    "WorkerIrreplaceableError",
     "WorkerStaleError",
     "WorkerUnreachableError",
 ]
