@@ -9,7 +9,7 @@ from simulated_fleets import PROMPTS, a_config, a_fleet, reward
 
 from rollout import PromptsExhaustedError, Rollout, RolloutStalledError
 from rollout.batches.reward_warnings import RewardWarnings
-from rollout.batches.rewards import as_error
+from rollout.batches.rewards import REMEDIES, REWARD_ERRORS, RewardError, as_error
 from rollout.simulate import SimulatedTrainer
 
 
@@ -108,6 +108,13 @@ def test_each_kind_of_error_is_told_once(caplog: pytest.LogCaptureFixture) -> No
         warnings.note(as_error(error))
     assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [KeyError, ValueError]
     assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("kind", REWARD_ERRORS)
+def test_every_kind_of_error_is_told_with_its_remedy(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    RewardWarnings(broken, "It is drawn again").note(RewardError("there is none", kind))
+    assert f"there is none. It is drawn again; {REMEDIES[kind]}." in caplog.text
+    assert f"reward/errors_{kind}" in caplog.text
 
 
 def test_what_is_no_reward_is_told_once_with_its_value_what_becomes_of_the_sample_and_the_remedy(

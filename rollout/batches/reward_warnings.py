@@ -3,15 +3,9 @@
 import logging
 from collections import Counter
 
-from rollout.batches.rewards import RewardError
+from rollout.batches.rewards import REMEDIES, RewardError
 
 log = logging.getLogger("rollsync")
-
-REMEDIES = {
-    "raised": "correct the function, or return a number for what it cannot judge",
-    "timeout": "raise reward_timeout_s, or make the function quicker",
-    "invalid": "return a finite number for each rollout, 0.0 for one that it cannot judge",
-}
 
 
 class RewardWarnings:

@@ -21,8 +21,13 @@ from rollout.types import Rollout
 CANCEL_S = 5.0
 """How long coroutines have to end when the pool does."""
 
-
-REWARD_ERRORS = ("raised", "timeout", "invalid")
+REMEDIES = {
+    "raised": "correct the function, or return a number for what it cannot judge",
+    "timeout": "raise reward_timeout_s, or make the function quicker",
+    "invalid": "return a finite number for each rollout, 0.0 for one that it cannot judge",
+}
+"""By the kind of a RewardError."""
+REWARD_ERRORS = tuple(REMEDIES)
 RESERVED_METRICS = frozenset(
     ("mean", "solve_none", "solve_all", "solve_partial", *(f"errors_{kind}" for kind in REWARD_ERRORS))
 )
