@@ -6,7 +6,7 @@ from rollout import FinishReason, Rollout, SamplingParams, VersionSpan
 from rollout.batches.collection import Collection
 from rollout.batches.entries import Ending
 from rollout.batches.group_work import GroupWork, parse_sample_id
-from rollout.batches.groups import FailureKind, Verdict
+from rollout.batches.groups import Failure, FailureKind, Verdict
 from rollout.batches.prompts import Prompt
 from rollout.rollout_config import RolloutConfig
 from rollout.workers.wire import Finished
@@ -52,7 +52,7 @@ def test_a_whole_fresh_group_is_one_item_and_what_is_left_of_one_is_not() -> Non
     (item,) = collection.dispatch(work, samples, "w0", 0)
     assert (item.request_id, item.size, item.sample_index) == ("g0", 3, 0)
     for sample in samples[1:]:
-        collection.fail(work, sample, FailureKind.INFRA, "died")
+        collection.fail(work, sample, Failure(kind=FailureKind.INFRA, reason="died"))
     items = collection.dispatch(work, samples[1:], "w1", 0)
     assert [(item.request_id, item.size, item.attempt) for item in items] == [("g0-1", 1, 1), ("g0-2", 1, 1)]
 
@@ -66,7 +66,7 @@ def test_a_prompts_columns_go_to_no_worker_with_a_partial() -> None:
     died = Finished(rollout=rollout_of("g0-0", tokens=4, reason=FinishReason.ERROR), attempt=0, incarnation=0)
     taken = collection.accept(died)
     assert taken is not None
-    collection.fail(*taken, FailureKind.INFRA, "died")
+    collection.fail(*taken, Failure(kind=FailureKind.INFRA, reason="died"))
     again = a_collection()
     again.load_state_dict(json.loads(json.dumps(collection.state_dict())), {0: prompt}, now=0.0)
     for books in (collection, again):
@@ -86,7 +86,7 @@ def test_a_failure_of_a_worker_keeps_the_tokens_and_the_noise_and_one_of_the_sam
     )
     taken = collection.accept(died)
     assert taken is not None
-    assert collection.fail(*taken, FailureKind.INFRA, "died") is Verdict.RETRY
+    assert collection.fail(*taken, Failure(kind=FailureKind.INFRA, reason="died")) is Verdict.RETRY
     sample = work.entry.samples[0]
     (item,) = collection.dispatch(work, [sample], "w0", 0)
     assert item.resume_from is not None
@@ -96,7 +96,7 @@ def test_a_failure_of_a_worker_keeps_the_tokens_and_the_noise_and_one_of_the_sam
         Finished(rollout=rollout_of("g0-0", tokens=9, reason=FinishReason.STOP), attempt=1, incarnation=0)
     )
     assert taken is not None
-    assert collection.fail(*taken, FailureKind.DATA, "no reward") is Verdict.RETRY
+    assert collection.fail(*taken, Failure(kind=FailureKind.DATA, reason="no reward")) is Verdict.RETRY
     (item,) = collection.dispatch(work, [sample], "w0", 0)
     assert item.resume_from is None
     assert item.params.seed != first.params.seed
@@ -125,7 +125,7 @@ def test_infrastructure_and_data_have_budgets_of_their_own() -> None:
     verdicts = []
     for kind in [FailureKind.INFRA, FailureKind.DATA, FailureKind.INFRA, FailureKind.DATA]:
         collection.dispatch(work, [sample], "w0", 0)
-        verdicts.append(collection.fail(work, sample, kind, "failed"))
+        verdicts.append(collection.fail(work, sample, Failure(kind=kind, reason="failed")))
     assert verdicts == [Verdict.RETRY, Verdict.RETRY, Verdict.RETRY, Verdict.SHRINK]
     assert sorted(work.entry.samples) == [1, 2]
     assert collection.ledger.ended["samples"][Ending.FAILED] == 1
@@ -136,8 +136,8 @@ def test_a_group_that_shrinks_below_its_minimum_is_dropped() -> None:
     collection = a_collection(max_infra_retries=0, min_group_size=2)
     work = admitted(collection)
     collection.dispatch(work, list(work.entry.samples.values()), "w0", 0)
-    assert collection.fail(work, work.entry.samples[0], FailureKind.INFRA, "died") is Verdict.SHRINK
-    assert collection.fail(work, work.entry.samples[1], FailureKind.INFRA, "died") is Verdict.DROP
+    assert collection.fail(work, work.entry.samples[0], Failure(kind=FailureKind.INFRA, reason="died")) is Verdict.SHRINK
+    assert collection.fail(work, work.entry.samples[1], Failure(kind=FailureKind.INFRA, reason="died")) is Verdict.DROP
     assert collection.works == {}
     assert collection.ledger.ended["samples"][Ending.FAILED] == 3
     collection.ledger.check()
@@ -148,6 +148,6 @@ def test_a_prompt_that_cannot_work_is_never_refilled() -> None:
     work = admitted(collection)
     collection.dispatch(work, list(work.entry.samples.values()), "w0", 0)
     for index in range(3):
-        collection.fail(work, work.entry.samples[index], FailureKind.HOPELESS, "too long")
+        collection.fail(work, work.entry.samples[index], Failure(kind=FailureKind.HOPELESS, reason="too long"))
     assert collection.works == {}
     assert collection.ledger.issued["samples"] == 3

@@ -10,6 +10,7 @@ from typing import Any
 from rollout.batches.entries import Ending, GroupEntry, GroupState, SampleEntry, SampleState
 from rollout.batches.group_work import GroupWork, parse_sample_id
 from rollout.batches.groups import (
+    Failure,
     FailureKind,
     KeepGroup,
     RolloutGroup,
@@ -122,24 +123,17 @@ class Collection:
         self.ledger.score(sample)
         self._settle(work)
 
-    def fail(
-        self,
-        work: GroupWork,
-        sample: SampleEntry,
-        kind: FailureKind,
-        error: str,
-        cause: BaseException | None = None,
-    ) -> Verdict:
+    def fail(self, work: GroupWork, sample: SampleEntry, failure: Failure) -> Verdict:
         """A sample that runs or is to be rewarded came to nothing. It is queued again, or its group is settled without
         it, as the failure policy says."""
-        self._note_failure(f"sample {sample.sample_id}: {error}", cause)
+        self._note_failure(f"sample {sample.sample_id}: {failure.reason}", failure.cause)
         rollout = work.rollouts.pop(sample.index, None)
-        if kind is FailureKind.INFRA:
+        if failure.kind is FailureKind.INFRA:
             if rollout is not None and _can_go_on(rollout, self._config.sampling.max_new_tokens):
                 work.partials[sample.index] = replace(rollout, metadata={})  # columns stay here
         else:
             work.partials.pop(sample.index, None)
-        verdict = self._failures.decide(sample, kind, group_size=self._config.group_size)
+        verdict = self._failures.decide(sample, failure.kind, group_size=self._config.group_size)
         if verdict is Verdict.RETRY:
             if sample.state is SampleState.RUNNING:
                 self.ledger.lose(sample)
@@ -174,9 +168,9 @@ class Collection:
         if rollout.token_ids and _can_go_on(rollout, self._config.sampling.max_new_tokens):
             work.partials[place[2]] = rollout
 
-    def drop_group(self, work: GroupWork, error: str, cause: BaseException | None = None) -> None:
+    def drop_group(self, work: GroupWork, failure: Failure) -> None:
         """It fails as a whole."""
-        self._note_failure(f"group {work.entry.group_id}: {error}", cause)
+        self._note_failure(f"group {work.entry.group_id}: {failure.reason}", failure.cause)
         self._close(work, Ending.FAILED)
 
     # ------------------------------------------------------------------------------------------------------ batches

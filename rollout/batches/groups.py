@@ -59,6 +59,17 @@ class FailureKind(enum.StrEnum):
     """The prompt's: refused by name. It would be refused again."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """That a sample, or a group, came to nothing."""
+
+    kind: FailureKind
+    reason: str
+    """A sentence."""
+    cause: BaseException | None = None
+    """What the user's own function raised, if it was that."""
+
+
 class Verdict(enum.StrEnum):
     """What becomes of a sample that failed."""
 

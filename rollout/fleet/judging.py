@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rollout.batches.collection import Collection
 from rollout.batches.entries import SampleEntry, SampleState
 from rollout.batches.group_work import GroupWork
-from rollout.batches.groups import FailureKind
+from rollout.batches.groups import Failure, FailureKind
 from rollout.batches.metrics import RolloutMetrics
 from rollout.batches.rewards import RewardError, RewardResult
 from rollout.fleet.scoring import Scoring
@@ -43,15 +43,16 @@ class Judge:
         rollout = work.rollouts[sample.index]
         reason = rollout.finish_reason
         if reason is FinishReason.TIMEOUT:
-            limit = self._config.rollout_timeout_s
-            self.fail(work, sample, FailureKind.DATA, f"it took longer than rollout_timeout_s={limit}")
+            late = f"it took longer than rollout_timeout_s={self._config.rollout_timeout_s}"
+            self.fail(work, sample, Failure(kind=FailureKind.DATA, reason=late))
         elif reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._metrics.finished(rollout)
             if rollout.min_version is not None and rollout.min_version < self._supervisor.newest_version:
                 self._may_be_stale(work.entry.number)
             self._scoring.submit(work, sample, self)
         else:
-            self.fail(work, sample, FailureKind.INFRA, rollout.error or f"it ended by {reason}")
+            error = rollout.error or f"it ended by {reason}"
+            self.fail(work, sample, Failure(kind=FailureKind.INFRA, reason=error))
 
     def scored(
         self,
@@ -67,7 +68,7 @@ class Judge:
             return
         if error is not None:
             self._metrics.reward_errors[error.kind] += 1
-            self.fail(work, sample, FailureKind.DATA, str(error), error.__cause__)
+            self.fail(work, sample, _of_reward(error))
         else:
             if result is not None:
                 self._metrics.rewarded(result.metrics.items())
@@ -97,7 +98,7 @@ class Judge:
             work.num_reward_failures += 1
             work.scored_as = None
             if work.num_reward_failures > self._config.max_data_retries:
-                self._collection.drop_group(work, str(error), error.__cause__)
+                self._collection.drop_group(work, _of_reward(error))
             else:
                 self._scoring.submit_group(work, self)
         else:
@@ -114,17 +115,14 @@ class Judge:
             and sample.attempt == attempt
         )
 
-    def fail(
-        self,
-        work: GroupWork,
-        sample: SampleEntry,
-        kind: FailureKind,
-        error: str,
-        cause: BaseException | None = None,
-    ) -> None:
+    def fail(self, work: GroupWork, sample: SampleEntry, failure: Failure) -> None:
         """A sample came to nothing."""
-        self._metrics.failures[str(kind)] += 1
-        self._collection.fail(work, sample, kind, error, cause)
+        self._metrics.failures[str(failure.kind)] += 1
+        self._collection.fail(work, sample, failure)
         self._changed()
         if self._collection.works.get(work.entry.number) is work:
             self._scoring.submit_group(work, self)  # the others may have been waiting for this one
+
+
+def _of_reward(error: RewardError) -> Failure:
+    return Failure(kind=FailureKind.DATA, reason=str(error), cause=error.__cause__)

@@ -10,7 +10,7 @@ from functools import partial
 from rollout.batches.collection import Collection
 from rollout.batches.entries import SampleEntry
 from rollout.batches.group_work import GroupWork
-from rollout.batches.groups import FailureKind
+from rollout.batches.groups import Failure, FailureKind
 from rollout.batches.metrics import RolloutMetrics
 from rollout.errors import InvalidRequestError, WorkerDiedError, WorkerIrreplaceableError
 from rollout.fleet.evaluation import Evaluations
@@ -116,7 +116,7 @@ class Workforce:
                 if not hopeless:
                     self._collection.requeue(sample)
                 elif sample.worker_id is not None:  # else its group was dropped with the sample before it
-                    self._judge.fail(work, sample, FailureKind.HOPELESS, str(error))
+                    self._judge.fail(work, sample, Failure(kind=FailureKind.HOPELESS, reason=str(error)))
         self._roster.touch(worker_id)
         self._changed()
 
@@ -129,9 +129,10 @@ class Workforce:
         self._metrics.num_worker_deaths += 1
         seat.num_deaths += 1
         seat.is_lost = True
+        failure = Failure(kind=FailureKind.INFRA, reason=str(error))
         for sample in self._collection.ledger.running_on(worker_id):
             if sample.worker_id is not None:  # else its group was dropped with the sample before it
-                self._judge.fail(self._collection.works[sample.group.number], sample, FailureKind.INFRA, str(error))
+                self._judge.fail(self._collection.works[sample.group.number], sample, failure)
         self._evaluations.lost(worker_id, error)
         self._replace(seat, error)
 
