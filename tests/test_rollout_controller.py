@@ -17,7 +17,7 @@ from rollout import (
     RolloutStalledError,
 )
 from rollout.batches.lease import Lease
-from rollout.fleet.watchdogs import Signs, stall
+from rollout.fleet.watchdogs import Outstanding, Signs, stall
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer
 
 
@@ -91,11 +91,8 @@ def test_workers_that_are_all_stale_are_a_stall() -> None:
 
 
 def test_a_stall_of_workers_that_do_not_serve_has_their_reason() -> None:
-    config = RolloutConfig()
     signs = Signs(progress_at=400.0, reward_at=400.0, serving_at=0.0)
-    why = stall(
-        signs,
-        config,
+    outstanding = Outstanding(
         now=400.0,
         num_running=0,
         num_queued=0,
@@ -105,6 +102,7 @@ def test_a_stall_of_workers_that_do_not_serve_has_their_reason() -> None:
         is_deserted=False,
         not_serving="w0: its engine is fenced: the update to version 3 failed",
     )
+    why = stall(signs, outstanding, RolloutConfig())
     assert why is not None
     assert "pause stall" in why
     assert why.endswith("; w0: its engine is fenced: the update to version 3 failed")

@@ -7,7 +7,7 @@ from rollout.batches.entries import SampleState
 from rollout.errors import RolloutError, WorkerDiedError
 from rollout.fleet.protocols import Loop
 from rollout.fleet.roster import Roster, Seat
-from rollout.fleet.watchdogs import Signs, barren_limit_of, stall
+from rollout.fleet.watchdogs import Outstanding, Signs, barren_limit_of, stall
 from rollout.rollout_config import RolloutConfig
 from rollout.status import EngineState, UpdateRecord
 from rollout.workers.wire import WorkerState
@@ -141,9 +141,7 @@ class Supervisor:
 
     def stalled(self) -> str | None:
         """What is wrong with the fleet, if something is."""
-        return stall(
-            self._signs,
-            self._config,
+        outstanding = Outstanding(
             now=self._loop.now(),
             num_running=self._collection.ledger.num_samples(SampleState.RUNNING),
             num_queued=self._collection.ledger.num_samples(SampleState.QUEUED),
@@ -153,6 +151,7 @@ class Supervisor:
             is_deserted=self._roster.is_deserted,
             not_serving=self._why_not_serving(),
         )
+        return stall(self._signs, outstanding, self._config)
 
     def _why_not_serving(self) -> str | None:
         seats = [s for s in self._roster.seats.values() if not self._roster.serves(s, self.newest_version)]

@@ -17,19 +17,35 @@ class Signs:
     """Some worker could take work."""
 
 
-def stall(
-    signs: Signs, config: RolloutConfig, *, now: float, num_running: int, num_queued: int, num_rewarding: int,
-    num_barren: int, last_failure: str | None, is_deserted: bool,
-    not_serving: str | None,
-) -> str | None:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Outstanding:
+    """What is to be done at a moment, and by whom."""
+
+    now: float
+    """In the loop's seconds, as all of Signs."""
+    num_running: int
+    num_queued: int
+    num_rewarding: int
+    """Samples on workers, waiting for one, and waiting for their rewards."""
+    num_barren: int
+    """Groups in a row that ended unused."""
+    last_failure: str | None
+    is_deserted: bool
+    """No worker is left."""
+    not_serving: str | None
+    """A worker that takes no work, with its reason."""
+
+
+def stall(signs: Signs, outstanding: Outstanding, config: RolloutConfig) -> str | None:
     """What is wrong, in a sentence that names the limit; None if nothing is."""
-    if is_deserted and not num_rewarding:
+    now, num_rewarding = outstanding.now, outstanding.num_rewarding
+    if outstanding.is_deserted and not num_rewarding:
         return "no worker is left: the last one has been removed; controller.add_worker() brings one"
     barren_limit = barren_limit_of(config)
-    if num_barren >= barren_limit:
-        because = f"; the last failure: {last_failure}" if last_failure else ""
+    if outstanding.num_barren >= barren_limit:
+        because = f"; the last failure: {outstanding.last_failure}" if outstanding.last_failure else ""
         return (
-            f"zero output: the last {num_barren} groups were all filtered, failed or expired "
+            f"zero output: the last {outstanding.num_barren} groups were all filtered, failed or expired "
             f"(max_groups_without_output={barren_limit}){because}"
         )
     if num_rewarding and now - signs.reward_at > config.reward_stall_s:
@@ -41,8 +57,9 @@ def stall(
         return (
             f"pause stall: no worker could take work for {now - signs.serving_at:.0f} s "
             f"(pause_stall_s={config.pause_stall_s:g}); it is paused, fenced, stale or dead"
-            + (f"; {not_serving}" if not_serving is not None else "")
+            + (f"; {outstanding.not_serving}" if outstanding.not_serving is not None else "")
         )
+    num_running, num_queued = outstanding.num_running, outstanding.num_queued
     if (num_running or num_queued) and now - signs.progress_at > config.no_progress_s:
         return (
             f"no progress: {num_running} samples run, {num_queued} wait for a worker that takes them, and no token, result or "
