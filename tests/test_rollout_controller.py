@@ -158,14 +158,19 @@ def test_when_the_last_worker_that_lives_is_removed_nobody_waits_for_the_dead() 
         assert len(controller.next_batch(timeout_s=1000)) == 4
 
 
-def test_what_is_there_is_handed_out_although_no_worker_is_left() -> None:
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_what_is_there_is_handed_out_although_no_worker_is_left(is_asked_first: bool) -> None:
     fleet = a_fleet(4)
     with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
         fleet.loop.advance(200.0)
         for worker_id in list(fleet.workers):
             controller.remove_worker(worker_id)
         batch: Future[Lease] = Future()
-        controller._coordinator.next_batch(batch)
+        if is_asked_first:
+            controller._coordinator.next_batch(batch)
+        else:
+            controller._coordinator.changed()
+            fleet.loop.call_soon(lambda: controller._coordinator.next_batch(batch))  # it comes behind that turn
         controller._coordinator._tick()  # as it may come in real time, before the turn in which batches are handed out
         fleet.loop.advance(1.0)
         assert len(batch.result(timeout=0)) == 4

@@ -275,13 +275,15 @@ class Coordinator:
     def _tick(self) -> None:
         for worker_id, error in self.supervisor.tick():
             self.workforce.on_lost(worker_id, error)
-        self.changed()
-        self.loop.call_soon(self._tell_of_stall)  # after the turn: whoever has just asked may get what is there
+        self.loop.call_soon(self._watch)
         self.loop.call_later(self.loop.tick_s, self._tick)
 
+    def _watch(self) -> None:
+        self._turn()  # first: whoever has just asked may get what is there
+        if self.fatal is None:
+            self._tell_of_stall()
+
     def _tell_of_stall(self) -> None:
-        if self.fatal is not None:
-            return
         why = self.supervisor.outside_change()
         if why is not None and not self.evaluations.has_commits:
             self._refuse_all(EngineFencedError(f"the engine is fenced: {why} (here: with controller.update(): ...)"))
