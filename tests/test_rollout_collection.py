@@ -136,8 +136,9 @@ def test_a_group_that_shrinks_below_its_minimum_is_dropped() -> None:
     collection = a_collection(max_infra_retries=0, min_group_size=2)
     work = admitted(collection)
     collection.dispatch(work, list(work.entry.samples.values()), "w0", 0)
-    assert collection.fail(work, work.entry.samples[0], Failure(kind=FailureKind.INFRA, reason="died")) is Verdict.SHRINK
-    assert collection.fail(work, work.entry.samples[1], Failure(kind=FailureKind.INFRA, reason="died")) is Verdict.DROP
+    died = Failure(kind=FailureKind.INFRA, reason="died")
+    assert collection.fail(work, work.entry.samples[0], died) is Verdict.SHRINK
+    assert collection.fail(work, work.entry.samples[1], died) is Verdict.DROP
     assert collection.works == {}
     assert collection.ledger.ended["samples"][Ending.FAILED] == 3
     collection.ledger.check()

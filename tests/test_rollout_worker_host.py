@@ -284,6 +284,22 @@ def test_an_engine_without_requests_is_brought_back_too(host: WorkerHost) -> Non
     wait_until(lambda: host.report().state == WorkerState.HEALTHY)
 
 
+def test_the_keeper_tries_again_whatever_kept_the_engine_from_coming_back(host: WorkerHost) -> None:
+    restart, tries = host._engine.restart, []
+
+    def fail_once() -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise RuntimeError("out of memory")
+        restart()
+
+    host._engine.restart = fail_once
+    host.call(worker_jobs.kill_loop, (), {}, 20)
+    submit(host, item("a"))
+    read(host, 1)
+    wait_until(lambda: len(tries) == 2 and host.report().state == WorkerState.HEALTHY)
+
+
 def test_deaths_count_only_in_a_row() -> None:
     host = opened(config(max_engine_restarts=1))
     last = 0
