@@ -84,7 +84,7 @@ class RolloutConfig:
     """How long a publish to a worker that evaluates waits for the evaluation, so that each result is of one version."""
     worker_restarts: int = 8
     """How often a worker that died is replaced, over the whole run of that worker: at once, or after a wait that grows with
-    each further death when it made no token in between."""
+    each further death when it made no token in between, and with each restart that failed."""
 
     rollouts_jsonl: Path | str | None = None
     """A file to which every group that ends is appended, a line a rollout; the updates of the engines go to `updates.jsonl`
