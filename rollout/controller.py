@@ -19,7 +19,7 @@ from rollout.errors import EngineStateError, InvalidRequestError, RolloutStalled
 from rollout.fleet import checkpoint
 from rollout.fleet.evaluation import check_evaluation, evaluation_prompts
 from rollout.fleet.fleets import fleet_for
-from rollout.fleet.local_fleet import LocalFleet
+from rollout.fleet.local_fleet import OneEngine
 from rollout.fleet.protocols import Fleet, FleetWorker, Loop
 from rollout.fleet.report import Status, metrics_of
 from rollout.fleet.run import STOP_TIMEOUT_S, FleetRun
@@ -142,7 +142,7 @@ class RolloutController:
     def next_batch(self, timeout_s: float = 600.0) -> Lease:
         """The next `prompts_per_step` complete groups. Raises RolloutStalledError, with a `status`, after `timeout_s` or as
         soon as a watchdog sees that nothing will come; PromptsExhaustedError at the end; EngineFencedError, at once, where
-        the weights of `num_workers=0` were changed outside `update()`, after which it goes on; whatever is fatal to the fleet.
+        the weights of a fleet of one were changed outside `update()`, after which it goes on; whatever is fatal to the fleet.
         At the end of the prompts the last batch may be short."""
         timeout_s = check_limit(timeout_s)
         began_at = self._loop.now()
@@ -242,14 +242,14 @@ class RolloutController:
 
     @property
     def engine(self) -> GenerationEngine:
-        """The engine of `num_workers=0`."""
-        if isinstance(self.fleet, LocalFleet):
+        """That of a fleet of one: `num_workers=0`, or a RunningEngine."""
+        if isinstance(self.fleet, OneEngine):
             return self.fleet.engine
         raise EngineStateError("the engines of this fleet are in other processes; see workers()")
 
     @contextmanager
     def update(self, version: int | None = None, timeout_s: float = 30.0) -> Iterator[nn.Module]:
-        """The live update of `num_workers=0`, as `engine.update`: after the evaluations that are under way, up to
+        """The live update of a fleet of one, as `engine.update`: after the evaluations that are under way, up to
         `evaluation_wait_s`, so that each result is of one version."""
         engine = self.engine
         coordinator, questions = self._coordinator, self._questions
@@ -294,8 +294,8 @@ class RolloutController:
         """Takes a worker out of the fleet and stops it. What it runs goes on elsewhere, from where it is; from its last
         snapshot if it does not answer."""
         timeout_s = check_limit(timeout_s)
-        if isinstance(self.fleet, LocalFleet):
-            raise InvalidRequestError("a fleet of num_workers=0 is one engine and cannot lose it; stop the controller")
+        if isinstance(self.fleet, OneEngine):
+            raise InvalidRequestError("this fleet is one engine and cannot lose it; stop the controller")
         seat = self._questions.ask(lambda: self._coordinator.workforce.remove_worker(worker_id, migrate=False))
         note_snapshots([seat.worker], self._coordinator, self._questions, timeout_s)
         self._questions.ask(lambda: self._coordinator.workforce.remove_worker(worker_id, migrate=True))

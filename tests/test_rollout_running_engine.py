@@ -2,10 +2,21 @@
 
 from pathlib import Path
 
+import pytest
 from fakes import tiny_llama
 
-from rollout import EngineState, GenerationEngine, RolloutConfig, RolloutController, RunningEngine, SamplingParams
+from rollout import (
+    EngineState,
+    EngineStateError,
+    GenerationEngine,
+    InvalidRequestError,
+    RolloutConfig,
+    RolloutController,
+    RunningEngine,
+    SamplingParams,
+)
 from sync import WeightSync
+from trainer_adapters.publishing import shares_weights
 
 PROMPTS = [[2 + n, 3, 4] for n in range(6)]
 
@@ -37,3 +48,29 @@ def test_in_a_run_that_goes_on_the_running_engine_serves_nothing_before_it_has_t
         assert weight_sync.publish(model).version == 8
         rollouts = controller.next_batch(timeout_s=60).rollouts
         assert {version for rollout in rollouts for version in rollout.versions} == {8}
+
+
+def test_the_running_engine_is_updated_through_its_controller_and_cannot_be_removed_from_it() -> None:
+    model = tiny_llama()
+    with GenerationEngine(model) as engine, a_controller(engine) as controller:
+        assert controller.engine is engine
+        assert shares_weights(controller, model)
+        with controller.update() as updated:
+            assert updated is engine.model
+        assert (engine.version, controller.version) == (1, 1)
+        with pytest.raises(InvalidRequestError, match="this fleet is one engine and cannot lose it"):
+            controller.remove_worker("local")
+        with pytest.raises(InvalidRequestError, match="this fleet is one engine; use Ray workers"):
+            controller.add_worker()
+
+
+@pytest.mark.parametrize("state", [EngineState.CREATED, EngineState.STOPPED])
+def test_an_engine_that_does_not_run_is_refused_as_running_engine(state: EngineState) -> None:
+    engine = GenerationEngine(tiny_llama())
+    if state is EngineState.STOPPED:
+        with engine:
+            pass
+    assert engine.state is state
+    controller = a_controller(engine)
+    with pytest.raises(EngineStateError, match=f"the engine of this fleet is {state}.*inside `with engine:`"):
+        controller.start()
