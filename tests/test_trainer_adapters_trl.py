@@ -23,8 +23,9 @@ from rollout.fleet.local_fleet import LocalFleet
 from sync import SyncError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
+from trainer_adapters.generation import GRACE_S
 from trainer_adapters.trl import EngineGRPOTrainer, EngineRLOOTrainer, EngineRolloutFunc
-from trainer_adapters.trl.backend import EngineBackend, Rows
+from trainer_adapters.trl.backend import EngineBackend, Rows, longest_generation_s
 from trainer_adapters.trl.prompts import prompt_ids_of
 from trainer_adapters.trl.seams import Seam, check_seams, seams_of
 
@@ -117,6 +118,34 @@ def test_seed_of_trls_settings_decides_what_an_engine_samples(tmp_path: Path) ->
     first, same, other = completions(1), completions(1), completions(2)
     assert first == same != other
     assert len({tuple(ids) for ids in first}) == len(first) == 3 * 8, "steps, groups or samples share their noise"
+
+
+def test_noise_of_a_step_is_the_same_after_a_checkpoint_and_beside_evaluations(tmp_path: Path) -> None:
+    data = Dataset.from_list([{"prompt": "w5 w6"}] * 8)
+
+    def completions_by_step(resume_from: str | None, **changes: Any) -> list[list[int]]:
+        reward, model = Columns(), tiny_llama()
+        with GenerationEngine(model, SMALL) as engine:
+            trainer = grpo(tmp_path, engine, reward, model=model, data=data, learning_rate=0.0, max_steps=3, **changes)
+            trainer.train(resume_from_checkpoint=resume_from)
+        return [call["completion_ids"] for call in reward.calls]
+
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    first, second, third = completions_by_step(None, **saved)
+    assert first != second != third
+    assert completions_by_step(str(tmp_path / "checkpoint-2")) == [third]
+    evaluated = completions_by_step(
+        None, eval_data=data.select(range(2)), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8
+    )
+    assert [ids for ids in evaluated if ids in (first, second, third)] == [first, second, third]
+    assert len(evaluated) > 3, "nothing was evaluated, so this shows nothing"
+
+
+def test_other_ranks_wait_longer_than_any_first_generation_may_take() -> None:
+    of_controller = 3 * 100.0  # its draining, and two sizes of groups, whatever max_retries is
+    assert longest_generation_s(100, max_retries=0) > of_controller
+    of_engine = (1 + 4) * (100.0 + GRACE_S)
+    assert longest_generation_s(100, max_retries=4) > of_engine
 
 
 def test_metrics_of_engine_and_sync_are_in_trls_logs(tmp_path: Path) -> None:

@@ -180,9 +180,9 @@ def groups(prompts: Sequence[list[int]], group_size: int) -> Iterator[tuple[list
             left -= size
 
 
-def seed_of(seed: int, number: int) -> int:
-    """One for each number, the same in every run with `seed`, and without pattern."""
-    return random.Random(f"{seed}/{number}").getrandbits(63)
+def seed_of(seed: int, place: int | str) -> int:
+    """One for each place, the same in every run with `seed`, and without pattern."""
+    return random.Random(f"{seed}/{place}").getrandbits(63)
 
 
 def _of_group(params: SamplingParams, number: int) -> SamplingParams:

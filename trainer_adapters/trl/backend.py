@@ -25,6 +25,8 @@ from trainer_adapters.trl.settings import check_sampling
 
 WAIT_GRACE_S = 60.0
 """How much longer than its samples may take one generation, or the draining before the first, may last."""
+CONTROLLER_WAITS = 3
+"""In the first generation of a controller: its draining, the groups of full size, and a smaller last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,8 @@ class EngineBackend:
         if source is not None:
             self._generator = generator_of(source, timeout_s=timeout_s, max_retries=max_retries)
         # in a group of its own: what waits for a generation neither holds a GPU nor meets the limit of the trainer's group
-        self._ranks = Ranks(timeout_s=(max_retries + 2) * (timeout_s + WAIT_GRACE_S))
-        self._num_generations = 0
+        self._ranks = Ranks(timeout_s=longest_generation_s(timeout_s, max_retries))
+        self._num_generations: dict[str, tuple[int, int]] = {}  # by what for: (TRL's step, how often in it)
         self._synced: tuple[Any, int] | None = None  # (TRL's state, which each training has anew, its step)
         # TRL logs training and evaluation each by itself
         self._seen: dict[bool, defaultdict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
@@ -131,9 +133,8 @@ class EngineBackend:
     def _rows(self, prompts: list[list[int]], num_generations: int) -> Rows:
         assert self._generator is not None
         eos_id = self.trainer.eos_token_ids[0]
-        seed = seed_of(self.trainer.args.seed, self._num_generations)
-        self._num_generations += 1
-        rollouts = self._generator.generate(prompts, replace(sampling_of(self.trainer), seed=seed), num_generations)
+        params = replace(sampling_of(self.trainer), seed=self._next_seed())
+        rollouts = self._generator.generate(prompts, params, num_generations)
         self._note(generation_metrics(rollouts))
         good = [is_usable(rollout) for rollout in rollouts]
         pairs = list(zip(rollouts, good, strict=True))
@@ -147,6 +148,15 @@ class EngineBackend:
                 "rollout_failed": [not is_good for is_good in good],
             },
         )
+
+    def _next_seed(self) -> int:
+        # By step, not by how often this process has generated: a training that goes on from a checkpoint would draw the
+        # noise of its first steps again, and each evaluation would shift that of all later steps.
+        what, now = "train" if self.trainer.model.training else "eval", self.trainer.state.global_step
+        step, number = self._num_generations.get(what, (now, 0))
+        number = number if step == now else 0
+        self._num_generations[what] = (now, number + 1)
+        return seed_of(self.trainer.args.seed, f"{what}/{now}/{number}")
 
     def _note(self, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -167,6 +177,12 @@ class ClosesWhenIdle(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._backend.trainer.is_in_train:
             self._backend.close()
+
+
+def longest_generation_s(timeout_s: float, max_retries: int) -> float:
+    """How long the other ranks wait for the first one: longer than any generator may take. An engine takes one wait and one
+    a retry; a controller has a setting of its own for retries."""
+    return max(1 + max_retries, CONTROLLER_WAITS) * (timeout_s + WAIT_GRACE_S)
 
 
 def sampling_of(trainer: Any) -> SamplingParams:
