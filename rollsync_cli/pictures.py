@@ -23,6 +23,8 @@ def read_pictures(folder: Path) -> list[Picture]:
     """The first PNGs of the folder by name; what is larger than a page should carry, or cannot be read, stays out."""
     pictures: list[Picture] = []
     for path in sorted(folder.glob("*.png")):
+        if len(pictures) == MAX_PICTURES:
+            break
         try:
             # a pipe or a device has the size 0, and no end
             content = path.read_bytes() if path.is_file() and path.stat().st_size <= MAX_BYTES else b""
@@ -30,4 +32,4 @@ def read_pictures(folder: Path) -> list[Picture]:
             continue
         if content.startswith(SIGNATURE):
             pictures.append(Picture(name=path.name, data=base64.b64encode(content).decode("ascii")))
-    return pictures[:MAX_PICTURES]
+    return pictures

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
 from html.parser import HTMLParser
@@ -18,7 +19,7 @@ from rollout.batches.records import rollout_line
 from rollout.fleet.rollout_log import RolloutLog
 from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
 from rollsync_cli.errors import CommandError, RunFolderError
-from rollsync_cli.pictures import MAX_BYTES, SIGNATURE
+from rollsync_cli.pictures import MAX_BYTES, MAX_PICTURES, SIGNATURE, read_pictures
 from rollsync_cli.report import MAX_STEP_ROWS, MAX_TEXT, MAX_TEXTS, render, write_report
 from rollsync_cli.run_files import read_run
 from rollsync_cli.strips import Bar, Strip
@@ -641,6 +642,20 @@ def test_metadata_is_in_the_lines_and_what_json_cannot_say_is_its_repr(tmp_path:
     path = a_run(tmp_path, [a_rollout("r", 0, 1, [(0, 0)], metadata={"answer": 7, "odd": {1}})])
     (line,) = map(json.loads, (path / "rollouts.jsonl").read_text().splitlines())
     assert line["metadata"] == {"answer": 7, "odd": "{1}"}
+
+
+def test_of_many_pngs_the_first_are_in_the_page_and_no_other_is_read(tmp_path: Path) -> None:
+    size = 2**18
+    for number in range(5 * MAX_PICTURES):
+        (tmp_path / f"{number:02}.png").write_bytes(SIGNATURE + bytes(size))
+    tracemalloc.start()
+    try:
+        pictures = read_pictures(tmp_path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [picture.name for picture in pictures] == [f"{number:02}.png" for number in range(MAX_PICTURES)]
+    assert most < 2 * MAX_PICTURES * size * 4 / 3, "as much as twice those that are kept, in base64"
 
 
 def test_the_pngs_of_the_folder_are_in_the_page_and_nothing_else_is(tmp_path: Path) -> None:
