@@ -35,7 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from rollout import GenerationEngine
 from sync import WeightSync
 from trainer_adapters import AdapterError, PolicyView
-from trainer_adapters.ray_train import Ranks
+from trainer_adapters.rank_group import RankGroup
 
 TIMEOUT = timedelta(seconds=60)
 BUCKET_BYTES = 10_000  # a layer of the model has 32 KB
@@ -189,8 +189,8 @@ def published(wrap: Callable[[Any], nn.Module], rank: int) -> dict[str, Any]:
 
 
 def dealt(rank: int, store: dist.Store) -> dict[str, Any]:
-    """What each rank has of a deal that the first one is interrupted in, and of one that it takes too long for; and of the
-    trainer's own group afterwards."""
+    """What each rank has of deals that the first one takes too long for, with a result or an error, and of one that it is
+    interrupted in; and of the trainer's own group afterwards."""
 
     def interrupted() -> list[str]:
         raise KeyboardInterrupt
@@ -199,13 +199,21 @@ def dealt(rank: int, store: dist.Store) -> dict[str, Any]:
         store.wait(["the second rank has given up"], TIMEOUT)
         return ["first", "second"]
 
-    dist.barrier()  # the limit is that of making the group too
+    def late_failure() -> list[str]:
+        raise KeyError("too late")
+
+    dist.barrier()  # the limit of a group is also that of making it, which a rank that comes late would miss
+    short, long = RankGroup(timeout_s=10.0), RankGroup()
     seen: dict[str, Any] = {}
-    for name, make, ranks in (("late", late, Ranks(timeout_s=3.0)), ("interrupted", interrupted, Ranks())):
+    for name, make, ranks in (
+        ("late", late, short),
+        ("late failure", late_failure, short),  # to a rank that has left the group
+        ("interrupted", interrupted, long),
+    ):
         try:
             seen[name] = ranks.deal(make)
-        except (KeyboardInterrupt, AdapterError) as error:
-            seen[name] = f"{type(error).__name__}: {error}"
+        except (KeyboardInterrupt, AdapterError, KeyError) as error:
+            seen[name] = f"{type(error).__name__}: {error} caused by {error.__cause__!r}"
         if name == "late" and rank == 1:
             store.set("the second rank has given up", "")
     total = torch.ones(1)

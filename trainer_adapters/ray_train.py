@@ -28,25 +28,19 @@ ends the run with WorkerUnreachableError, after `WorkerConfig.start_timeout_s`. 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from rollout import MissingDependencyError, RolloutController, RolloutGroup
 from sync import Source, SyncReport, WeightSync
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.publishing import targets_of
+from trainer_adapters.rank_group import RankGroup
 
 STATE_FILE = "rollsync_fleet.json"
 """In a checkpoint's folder, beside the trainer's own files."""
-GROUP_TIMEOUT_S = 86_400.0
-"""Beyond every limit on a batch, which is the one that ends a wait: the first rank tells the others."""
 
 Config = dict[str, Any]
-T = TypeVar("T")
 
 
 def engine_train_loop(
@@ -60,7 +54,7 @@ def engine_train_loop(
     """
 
     def loop(config: Config) -> Any:
-        ranks = Ranks()
+        ranks = RankGroup()
         with ExitStack() as stack:
             controller: RolloutController | None = None
 
@@ -83,7 +77,7 @@ def engine_train_loop(
 class RankFleet:
     """What one rank of the trainer has of the fleet. Every rank calls each method."""
 
-    def __init__(self, ranks: "Ranks", controller: RolloutController | None, weight_sync: WeightSync) -> None:
+    def __init__(self, ranks: RankGroup, controller: RolloutController | None, weight_sync: WeightSync) -> None:
         self._ranks = ranks
         self._weight_sync = weight_sync
         self.controller = controller
@@ -117,52 +111,6 @@ class RankFleet:
         the weights that it led to; then give the folder to `ray.train.report(checkpoint=...)`."""
         if self.controller is not None:
             (Path(folder) / STATE_FILE).write_text(json.dumps(self.controller.state_dict()))
-
-
-@dataclass(frozen=True)
-class Failed:
-    """What the other ranks hear of an error on the first one."""
-
-    reason: str
-
-
-class Ranks:
-    """The ranks of torch.distributed's default group, or this process alone. Made on all of them, as every group is."""
-
-    def __init__(self, timeout_s: float = GROUP_TIMEOUT_S) -> None:
-        """`timeout_s`: how long a rank waits for the first one; longer than what that does may take."""
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-        # One of its own, over gloo: a wait for rollouts must neither hold a GPU nor get between the trainer's collectives.
-        self._timeout_s = timeout_s
-        limit = timedelta(seconds=timeout_s)
-        self._group = None if self.size == 1 else dist.new_group(backend="gloo", timeout=limit)
-
-    def deal(self, make: Callable[[], Sequence[T]]) -> T:
-        """Calls `make` on the first rank and returns the part of its result that is this rank's. Raises its error there,
-        and on the others an AdapterError that tells of it, or that the first rank has gone or said nothing in time."""
-        if self.size == 1:
-            return make()[0]
-        parts: list[T | Failed] | None = None
-        failure: BaseException | None = None
-        if self.rank == 0:
-            try:
-                parts = list(make())
-            except BaseException as error:  # Ctrl-C too
-                failure = error  # the others wait for their parts, and would do so for ever
-                parts = [Failed(f"{type(error).__name__}: {error}")] * self.size
-        mine: list[Any] = [None]
-        try:
-            dist.scatter_object_list(mine, parts, src=0, group=self._group)
-        except RuntimeError as error:
-            lost = "another rank did not take its part" if self.rank == 0 else "the first rank did not give its part"
-            raise failure or AdapterError(f"{lost} within {self._timeout_s:g} s, or has gone: {error}") from error
-        if failure is not None:
-            raise failure
-        if isinstance(mine[0], Failed):
-            raise AdapterError(f"the first rank failed, and with it all of them: {mine[0].reason}")
-        part: T = mine[0]
-        return part
 
 
 def shares(groups: Sequence[RolloutGroup], count: int) -> list[list[RolloutGroup]]:

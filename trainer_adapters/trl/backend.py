@@ -20,7 +20,7 @@ from sync import SyncConfig
 from trainer_adapters.errors import AdapterError
 from trainer_adapters.generation import Generator, generator_of, is_usable, seed_of
 from trainer_adapters.publishing import PolicyPublisher
-from trainer_adapters.ray_train import Ranks
+from trainer_adapters.rank_group import RankGroup
 from trainer_adapters.trl.settings import check_sampling
 
 WAIT_GRACE_S = 60.0
@@ -80,7 +80,7 @@ class EngineBackend:
         if source is not None:
             self._generator = generator_of(source, timeout_s=timeout_s, max_retries=max_retries)
         # in a group of its own: what waits for a generation neither holds a GPU nor meets the limit of the trainer's group
-        self._ranks = Ranks(timeout_s=longest_generation_s(timeout_s, max_retries))
+        self._ranks = RankGroup(timeout_s=longest_generation_s(timeout_s, max_retries))
         self._num_generations: dict[str, tuple[int, int]] = {}  # by what for: (TRL's step, how often in it)
         self._synced: tuple[Any, int] | None = None  # (TRL's state, which each training has anew, its step)
         # TRL logs training and evaluation each by itself
