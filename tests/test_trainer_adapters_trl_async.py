@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from fakes import EOS_ID, CancelsOne, StepGate, tiny_llama, tiny_qwen2, wait_until
 from fakes_trl import Logs, even_share, number_tokenizer, prompts, settings
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
@@ -37,6 +38,7 @@ from rollout.fleet.local_fleet import LocalFleet
 from sync import ManifestError
 from sync.manifest import held_tensors
 from trainer_adapters import AdapterError
+from trainer_adapters.publishing import engine_of
 from trainer_adapters.trl.async_grpo import EngineRolloutWorker, EngineWeightTransfer
 from trainer_adapters.trl.prompts import PROMPT, REWARDS, UNSCORABLE, PromptRows, group_reward_of
 from trainer_adapters.trl.samples import rollout_config_of, samples_of
@@ -189,22 +191,48 @@ def test_everything_is_copied_when_send_returns_and_no_engine_is_waited_for() ->
         assert all(torch.equal(a, b) for a, b in zip(expected, engine.model.parameters(), strict=True))
 
 
+def engine_or_controller(model: Any, is_controller: bool) -> GenerationEngine | RolloutController:
+    engine = GenerationEngine(model, SMALL, copy_weights=True)
+    if not is_controller:
+        return engine
+    config = RolloutConfig(group_size=2, prompts_per_step=1, num_epochs=None, sampling=SamplingParams(max_new_tokens=8))
+    return RolloutController.over(LocalFleet(engine), [[5, 6, 7]], config=config)
+
+
+@pytest.mark.parametrize("is_controller", [False, True])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen2])
-def test_frozen_and_tied_tensors_that_are_not_sent_stay(make: Any) -> None:
-    source, engine_model = make(seed=3), make(seed=3)
-    source.model.embed_tokens.weight.requires_grad_(False)
-    with torch.no_grad():
-        source.model.norm.weight.fill_(2.0)
-    with GenerationEngine(engine_model, SMALL, copy_weights=True) as engine:
-        transfer = EngineWeightTransfer(engine, frozen=[n for n, p in source.named_parameters() if not p.requires_grad])
+def test_of_a_partly_frozen_policy_what_is_not_trained_comes_from_the_model(make: Any, is_controller: bool) -> None:
+    policy = make(seed=3)
+    policy.model.embed_tokens.weight.requires_grad_(False)  # under tied embeddings the output's too
+    with engine_or_controller(make(seed=4), is_controller) as source:
+        transfer = EngineWeightTransfer(source, policy=policy)
         transfer.init_weight_transfer()
-        assert "model.embed_tokens.weight" not in dict(sent(source))
-        transfer.send_weights(sent(source))
+        assert "model.embed_tokens.weight" not in dict(sent(policy))
+        transfer.send_weights(sent(policy))
         transfer.resume()
-        assert holds(engine, source)
+        engine = engine_of(source)
+        assert engine is not None
+        assert holds(engine, policy)
         assert transfer.last_report is not None
         assert transfer.last_report.version == engine.version == 1
         transfer.destroy()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_of_a_policy_with_adapters_everything_is_sent_merged(is_given: bool) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    policy = get_peft_model(tiny_llama(seed=3), lora)
+    with GenerationEngine(tiny_llama(), SMALL, copy_weights=True) as engine:
+        transfer = EngineWeightTransfer(engine, policy=policy if is_given else None)
+        transfer.init_weight_transfer()
+        policy.merge_adapter()
+        merged = {name: tensor.clone() for name, tensor in sent(policy)}
+        transfer.send_weights(sent(policy))
+        policy.unmerge_adapter()
+        transfer.resume()
+        transfer.destroy()
+        assert not holds(engine, tiny_llama(seed=3))
+        assert all(torch.equal(parameter, merged[name]) for name, parameter in engine.model.named_parameters())
 
 
 def test_unsent_tensors_can_be_given_by_name() -> None:
@@ -228,7 +256,7 @@ def test_send_without_the_trained_tensors_is_no_update() -> None:
         with pytest.raises(AdapterError, match="sent 0 tensors"):
             transfer.send_weights(iter(()))
         with pytest.raises(
-            ManifestError, match=r"sent 1 tensors, and 20 parameters .* model.embed_tokens.weight, .*frozen="
+            ManifestError, match=r"sent 1 tensors, and 20 parameters .* model.embed_tokens.weight, .*policy=model"
         ):
             transfer.send_weights(iter([("lm_head.weight", torch.zeros(64, 32))]))
         assert engine.version == 0

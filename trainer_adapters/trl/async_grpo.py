@@ -12,6 +12,9 @@
 TRL's order is: init, pause, send, resume, version(1), start; then pause, send, resume, version at each step; stop, destroy.
 Generation does not stand still meanwhile: `send_weights` copies while requests run, and only the engine's own commit
 pauses it. Set `token_budget` in TRL's config (0: off); left at None, TRL asks a vLLM server for it.
+
+A model with LoRA adapters plugs in just so. Of one that is partly frozen TRL sends only what it trains; the rest comes from the
+model itself: `weight_transfer=EngineWeightTransfer(engine, policy=model)`, with the `model` that TRL is given in place of `path`.
 """
 
 import math

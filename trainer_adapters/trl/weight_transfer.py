@@ -1,9 +1,10 @@
 """The weights of TRL's AsyncGRPO on their way into an engine or a fleet; for how it is used see `async_grpo`."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 from rollout import GenerationEngine, RolloutController
@@ -21,27 +22,32 @@ class EngineWeightTransfer:
     The tensors that TRL hands out alias its live parameters, and making them may be a collective: `send_weights` takes all
     of them, and has copied them, before it waits for any engine to commit. `resume` waits for the commits.
 
-    TRL does not send frozen parameters and buffers. Buffers an engine of this process keeps, and the parameters that are
-    named in `frozen`; for a fleet, all that is not sent comes from `unsent`. A parameter that is neither sent nor in one of
-    these is a ManifestError: an engine that kept it would pass for up to date.
+    TRL sends every parameter that it trains, of a model with LoRA adapters all, merged. What it does not send:
+
+    - frozen parameters of a model without adapters, such as `model.get_input_embeddings().requires_grad_(False)` makes. Give
+      that model, as TRL is given it: `EngineWeightTransfer(engine, policy=model)`;
+    - buffers. An engine of this process keeps its own; a fleet gets those that a model registers as persistent from `unsent`.
+
+    A parameter of an engine that comes from nowhere is a ManifestError: kept as it was, it would pass for up to date.
     """
 
     def __init__(
         self,
         source: GenerationEngine | RolloutController,
         *,
+        policy: nn.Module | None = None,
         unsent: Mapping[str, Tensor] | None = None,
-        frozen: Collection[str] = (),
         transport: Transport | None = None,
         sync_config: SyncConfig | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """`unsent`: tensors by name; `frozen`: names of parameters (`[name for name, p in model.named_parameters() if not
-        p.requires_grad]`). `timeout_s` bounds each publish; the other arguments are those of WeightSync."""
+        """`policy`: the model whose parameters without `requires_grad` are sent too, at each send as they are then. `unsent`:
+        tensors by name, for what neither TRL nor `policy` has. `timeout_s` bounds each publish; the other arguments are those
+        of WeightSync."""
         check_seams(async_seams())
         self._source = source
+        self._policy = policy
         self._unsent = unsent or {}
-        self._frozen = frozenset(frozen)
         self._transport = transport
         self._sync_config = sync_config
         self._timeout_s = timeout_s
@@ -101,19 +107,26 @@ class EngineWeightTransfer:
         self._names = frozenset(sent)
 
     def _rest(self, sent: set[str]) -> Iterator[tuple[str, Tensor]]:
+        more = {**frozen_parameters(self._policy), **self._unsent}
         engine = engine_of(self._source)
-        given = sent.union(self._unsent)
         held_here = held_tensors(engine.model) if engine is not None else []
-        kept = [held for held in held_here if given.isdisjoint(held.names)]
-        trained = [h for h in kept if isinstance(h.tensor, nn.Parameter) and self._frozen.isdisjoint(h.names)]
-        if trained:
-            names = ", ".join(held.names[0] for held in trained[:5])
+        kept = [held for held in held_here if sent.union(more).isdisjoint(held.names)]
+        missing = [held.names[0] for held in kept if isinstance(held.tensor, nn.Parameter)]
+        if missing:
             raise ManifestError(
-                f"TRL sent {len(sent)} tensors, and {len(trained)} parameters of the engine are not among them: {names}"
-                f"{', ...' if len(trained) > 5 else ''}; name those that are not trained in EngineWeightTransfer(frozen=...)"
+                f"TRL sent {len(sent)} tensors, and {len(missing)} parameters of the engine are not among them: "
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; if they are frozen, give the model that TRL was "
+                "given: EngineWeightTransfer(engine, policy=model)"
             )
-        for name, tensor in self._unsent.items():
+        for name, tensor in more.items():
             if name not in sent:
                 yield name, tensor
         for held in kept:
             yield held.names[0], held.tensor.detach().clone()
+
+
+def frozen_parameters(policy: nn.Module | None) -> dict[str, Tensor]:
+    """Those that TRL does not send, by name: of a model under adapters it sends all."""
+    if policy is None or is_peft_model(policy):
+        return {}
+    return {name: parameter.detach() for name, parameter in policy.named_parameters() if not parameter.requires_grad}
