@@ -235,10 +235,10 @@ class RolloutController:
         return self._coordinator.version
 
     @property
-    def highest_version(self) -> int:
+    def highest_version(self) -> int | None:
         """The highest version that was ever published in this run, also before the checkpoint that it goes on from, as far
-        as that or `versions_file` knows; 0: none was. A publish without a number goes on above it."""
-        return self._run.highest.value or 0
+        as that or `versions_file` knows; None: none was. A publish without a number goes on above it."""
+        return self._run.highest.value
 
     @property
     def engine(self) -> GenerationEngine:

@@ -66,8 +66,8 @@ class RememberingGroup(TargetGroup, Protocol):
     """A group that knows of versions from before its members came."""
 
     @property
-    def highest_version(self) -> int:
-        """The highest that was ever published in its run; 0: none was."""
+    def highest_version(self) -> int | None:
+        """The highest that was ever published in its run; None: none was."""
 
 
 class NamedTarget(Target, Protocol):
@@ -105,9 +105,11 @@ class Links(list["Link"]):
         self._add([(name, target) for name, target in members.items() if name not in known])
 
     @property
-    def highest_version(self) -> int:
-        """The highest that a group remembers; 0: none does."""
-        return max((group.highest_version for group in self._groups if isinstance(group, RememberingGroup)), default=0)
+    def highest_version(self) -> int | None:
+        """The highest that a group remembers; None: none does."""
+        remembering = [group for group in self._groups if isinstance(group, RememberingGroup)]
+        known = [version for group in remembering if (version := group.highest_version) is not None]
+        return max(known, default=None)
 
     def _add(self, named: "Sequence[tuple[str, Target]]") -> None:
         for name, target in named:
@@ -178,7 +180,7 @@ class Link:
 
     @property
     def serves_from(self) -> int:
-        """It serves nothing below this version; 0: it serves what it holds."""
+        """It serves nothing below this version."""
         return self.target.serve_from_version if isinstance(self.target, WaitingTarget) else 0
 
     def is_inside_update(self) -> bool:

@@ -79,7 +79,9 @@ class Opener:
         return Opening(version=version, again=again, claim=claim, routes=self._router.routes(links), failures=failures)
 
     def _spend_what_is_known(self) -> None:
-        self.spend(self._links.highest_version)
+        remembered = self._links.highest_version
+        if remembered is not None:
+            self.spend(remembered)
         for link in self._links:
             self.spend(link.serves_from - 1)  # given less, it would wait on
             if link.status is not None:

@@ -210,6 +210,7 @@ def test_a_run_that_published_nothing_has_no_highest_version(tmp_path: Path) -> 
     fleet = a_fleet()
     with fleet.controller(PROMPTS, reward, config=a_config(versions_file=path)) as controller:
         state = controller.state_dict()
+        assert controller.highest_version is None
     assert state["highest_version"] is None
     assert not path.exists()
     again = fleet.controller(PROMPTS, reward, config=a_config(versions_file=path))
