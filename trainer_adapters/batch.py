@@ -31,7 +31,8 @@ class RolloutBatch:
     old_logprobs: Tensor
     """[B, T-1] float32: log-prob of the target under the policy that sampled it; 0 outside the response."""
     versions: Tensor
-    """[B, T-1] int64: the policy version that sampled the target; -1, which is none, outside the response."""
+    """[B, T-1] int64: the policy version that sampled the target. Outside the response it is -1, which is no version, so mask
+    first: `batch.versions[batch.response_mask].min()`."""
     rewards: Tensor
     """[B] float32."""
     group_index: Tensor
