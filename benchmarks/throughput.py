@@ -17,7 +17,6 @@ import json
 import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +28,8 @@ from pathlib import Path
 import psutil
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from models import load
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from rollout import GenerationEngine, SamplingParams
 from rollout.model.kernels import kernels
@@ -106,15 +106,6 @@ def main() -> None:
                     rate = max(rate, matrix_rate())
                     measure(contender, turn)
             report(contenders, row, rate, bound=row.total * rate / linear_flops(model, row))
-
-
-def load(name: str) -> PreTrainedModel:
-    if name == "smollm2":
-        sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
-        from smollm2 import load_model
-
-        return load_model(name)[0]
-    return AutoModelForCausalLM.from_pretrained(name).eval()
 
 
 def random_prompts(model: PreTrainedModel, row: Row, rounds: int) -> list[Tokens]:

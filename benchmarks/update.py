@@ -11,16 +11,15 @@ stands beside a plain `copy_` of the same tensors, on the same thread and with t
 import argparse
 import platform
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from models import load
+from transformers import PreTrainedModel
 
 from rollout import EngineConfig, GenerationEngine, SamplingParams
 from sync import SyncReport, WeightSync
@@ -101,15 +100,6 @@ class Load:
         params = SamplingParams(max_new_tokens=self.args.new_tokens, temperature=0, stop_token_ids=())
         future = self.engine.submit(prompt, params)
         future.add_done_callback(lambda _: None if self._stopping.is_set() else self._submit(prompt))
-
-
-def load(name: str) -> PreTrainedModel:
-    if name == "smollm2":
-        sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
-        from smollm2 import load_model
-
-        return load_model(name)[0]
-    return AutoModelForCausalLM.from_pretrained(name).eval()
 
 
 def tokens_per_s(engine: GenerationEngine, work: Callable[[], object]) -> float:

@@ -23,7 +23,6 @@ import argparse
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -40,6 +39,7 @@ import ray
 import sync_workers as over_there
 import torch
 import transformers
+from models import folder_of
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -98,12 +98,8 @@ def load(name: str) -> tuple[str, PreTrainedModel]:
     if name in ("2gb", "tiny"):
         factory = over_there.synthetic_2gb if name == "2gb" else over_there.synthetic_tiny
         return f"sync_workers:{factory.__name__}", factory()
-    if name == "smollm2":
-        sys.path.insert(1, str(HERE.parent / "examples"))
-        from smollm2 import smollm2_folder
-
-        name = str(smollm2_folder())
-    return name, AutoModelForCausalLM.from_pretrained(name)
+    folder = folder_of(name)
+    return folder, AutoModelForCausalLM.from_pretrained(folder)
 
 
 @dataclass

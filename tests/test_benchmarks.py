@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-PARTS = {"learning_run.py", "learning_task.py", "sync_workers.py", "vllm_worker.py"}
-"""Run by a benchmark, elsewhere."""
+PARTS = {"learning_run.py", "learning_task.py", "models.py", "sync_workers.py", "vllm_worker.py"}
+"""Used by a benchmark, or run by it elsewhere."""
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name not in PARTS))
