@@ -389,7 +389,9 @@ def test_rollout_without_any_reward_leaves_the_mean_of_the_others(nothing: float
 def test_row_that_the_tokenizer_refuses_fails_alone_and_rows_without_a_length_are_refused() -> None:
     rows = Prompts(PromptRows([{"prompt": "w5"}, {"prompt": "half \ud83d"}, {"prompt": "w6"}], number_tokenizer(), {}))
     found = [rows.next() for _ in range(3)]
-    assert [prompt is not None and prompt.error is None for prompt in found] == [True, False, True]
+    errors = [prompt.error if prompt is not None else "none came" for prompt in found]
+    assert (errors[0], errors[2]) == (None, None)
+    assert "prompt 1: the tokenizer cannot encode this prompt of text: " in (errors[1] or "")
     with pytest.raises(AdapterError, match="got generator, which has no length"):
         PromptRows((row for row in ()), number_tokenizer(), {})
 

@@ -4,12 +4,14 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trl.data_utils import is_conversational
 from trl.trainer.utils import get_callable_name
 
 from rollout import InvalidRequestError, RewardResult, Rollout, Rows
+from rollout.batches import tokenized
 from trainer_adapters.errors import AdapterError
 
 PROMPT = "trl_prompt"
@@ -52,14 +54,13 @@ class PromptRows(Sequence[Mapping[str, Any]]):
         row = self._rows[position]
         if "prompt" not in row:
             raise InvalidRequestError(f'row {position} has no "prompt", only {sorted(row)}')
-        try:
-            (ids,) = prompt_ids_of([row["prompt"]], self._tokenizer, self._template_kwargs)
-        except Exception as error:  # a chat template is a program of the model's author and may raise anything
-            raise InvalidRequestError(
-                f"the tokenizer cannot encode the prompt of this row: {type(error).__name__}: "
-                f"{str(error) or 'no reason given':.300}; correct the prompt, or pass token ids"
-            ) from error
+        what = "text" if isinstance(row["prompt"], str) else "chat messages"
+        ids = tokenized(what, partial(self._encode, row["prompt"]))
         return {**row, PROMPT: row["prompt"], "prompt": ids}
+
+    def _encode(self, prompt: Any) -> list[int]:
+        (ids,) = prompt_ids_of([prompt], self._tokenizer, self._template_kwargs)
+        return ids
 
 
 def completion_of(rollout: Rollout, tokenizer: Any) -> Any:
