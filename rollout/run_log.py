@@ -43,8 +43,8 @@ class RunLog:
     def write_rollouts(
         self, rollouts: Sequence[Rollout], *, step: int | None = None, trained_version: int | None = None
     ) -> None:
-        """When they are handed to the trainer for `step`, whose weights then are `trained_version`. Without a step: they
-        were never trained on."""
+        """When they are handed to the trainer, for its `step`, at its version `trained_version`. Without a step: nothing
+        trains on them."""
         lines = [
             rollout_line(rollout, step=step, trained_version=trained_version, tokenizer=self._tokenizer)
             for rollout in rollouts

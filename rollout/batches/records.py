@@ -60,9 +60,9 @@ def rollout_line(
     """One line of a `rollouts.jsonl`, the newline included; the same whoever writes it.
 
     Next to `rollout_to_json`: where a tokenizer is given, "text" and "prompt", the latter with its special tokens, as the
-    model read it; "step" and "trained_version", the batch it was handed out
-    in and the trainer's version then, or null if it never was; "ending", how its group ended, if a controller writes it;
-    and its metadata, of which what JSON cannot say is written as its repr.
+    model read it; "step" and "trained_version", the step of the trainer that trained on it and the version that it was
+    handed out at, or null if none did (a controller counts the batches that were trained on, from 1); "ending", how its
+    group ended, if a controller writes it; and its metadata, of which what JSON cannot say is written as its repr.
     """
     line = {
         **rollout_to_json(rollout),
