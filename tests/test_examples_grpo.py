@@ -59,7 +59,7 @@ def test_three_steps_write_every_rollout_and_every_version(tiny_model, tmp_path,
         assert step["staleness"] == batch[0]["trained_version"] - oldest <= min(1, step["step"] - 1)
         rewards = [{r["reward"] for r in batch if r["group_id"] == group} for group in {r["group_id"] for r in batch}]
         assert step["mixed_groups"] == sum(len(different) > 1 for different in rewards)
-    assert steps[0]["mixed_groups"] == 3, "nothing is trained, so this shows nothing"
+    assert steps[0]["mixed_groups"] > 0, "nothing is trained, so this shows nothing"
     versions = [{rollout["prefill_version"], *(v for _, v in rollout["version_spans"])} for rollout in rollouts]
     spanning = sum(len(of_rollout) > 1 for of_rollout in versions)
     printed = capsys.readouterr().out.splitlines()
