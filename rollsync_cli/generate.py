@@ -162,8 +162,8 @@ def _name_or_path(model: str) -> str:
         folder = demo_model_folder()
         if not folder.is_dir():
             raise CommandError(
-                f"{model} is the model of the examples, and none has put it into {folder} yet: run make demo first, or give "
-                "--model a transformers folder or a hub name"
+                f"{model} is the model of the examples, and none has put it into {folder} yet: run one of them first (in a "
+                "clone: make demo), or give --model a transformers folder or a hub name"
             )
         return str(folder)
     if not model.startswith(("/", ".", "~")) and model.count("/") <= 1:

@@ -72,7 +72,7 @@ def generate(
     model: Annotated[
         str,
         typer.Option(
-            help="A transformers folder or a hub name of a causal language model; smollm2: the examples' model, once make demo has run."
+            help="A transformers folder or a hub name of a causal language model; smollm2: the examples' model, once one of them has run."
         ),
     ],
     out: Annotated[Path, typer.Option(help='The file of rollouts, a JSON object a line. "-": stdout.')] = Path("-"),
