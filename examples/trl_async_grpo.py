@@ -5,7 +5,8 @@
 
 The engine has weights of its own. It generates while the trainer trains, and takes new weights while it generates: they are
 staged beside the requests in flight, then copied in one short pause, and the requests go on. Every sample carries the
-version of its oldest token; TRL's `sample/staleness_max` says how old the oldest was, and `ratio` what that did.
+version of its oldest token; TRL's `sample/staleness_max` says how old the oldest was, and `ratio` what that did. For a model
+of yours that is partly frozen: `EngineWeightTransfer(engine, policy=model)`.
 """
 
 import argparse
