@@ -110,7 +110,7 @@ def test_samples_for_which_no_worker_has_room_at_once_go_as_they_fit(room: dict[
     has something waiting, takes whatever place is left to it."""
     limit = {} if "max_samples_per_worker" in room else room
     fleet = a_fleet(1, slots=64, **limit)
-    config = a_config(group_size=1, prompts_per_step=4, max_staleness=200, **({} if limit else room))
+    config = a_config(group_size=1, prompts_per_step=4, max_staleness=20, **({} if limit else room))
     with fleet.controller(PROMPTS, reward, config=config) as controller:
         fleet.loop.advance(1.0)
         params = SamplingParams(max_new_tokens=100, stop_token_ids=())
