@@ -6,14 +6,18 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from fakes import tiny_llama
 from simulated_fleets import PROMPTS, a_config, a_fleet, check_books, check_rollouts, number_of, reward
 
 from rollout import (
+    EngineState,
     FinishReason,
+    GenerationEngine,
     InvalidRequestError,
     Rollout,
     RolloutStalledError,
     SamplingParams,
+    UpdateRecord,
     VersionSpan,
     WorkerDiedError,
     WorkerIrreplaceableError,
@@ -21,6 +25,7 @@ from rollout import (
 )
 from rollout.batches.lease import Lease
 from rollout.simulate import ConstantLengths, Faults, SimulatedTrainer, VirtualLoop
+from rollout.workers.local_worker import LocalHealth
 from rollout.workers.wire import Finished, WorkerState
 
 
@@ -295,6 +300,20 @@ def test_a_stall_is_told_though_something_happens_at_every_tick() -> None:
         with pytest.raises(RolloutStalledError, match="pause stall"):
             controller.next_batch(timeout_s=4000)
         assert fleet.loop.now() < 120.0
+
+
+def test_an_update_whose_record_comes_after_its_version_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = replace(GenerationEngine(tiny_llama()).stats(), state=EngineState.RUNNING)
+    record = UpdateRecord(version=1, wait_s=0.0, held_s=0.0, straddlers=3)
+    fleet = a_fleet(1)
+    with fleet.controller(PROMPTS, reward, config=a_config()) as controller:
+        for last_update in (None, record, record):
+            seen = replace(stats, version=1, last_update=last_update)
+            health = LocalHealth(state=WorkerState.HEALTHY, incarnation=0, version=1, engine=seen, reason=None)
+            monkeypatch.setattr(fleet.workers["w0"], "health", lambda health=health: health)
+            fleet.loop.advance(2 * fleet.loop.tick_s)
+        metrics = controller.metrics()
+        assert (metrics["sync/updates"], metrics["sync/straddlers"]) == (1, 3)
 
 
 def test_workers_come_and_go_while_it_runs() -> None:

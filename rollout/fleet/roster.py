@@ -22,6 +22,9 @@ class Seat:
     state: WorkerState
     incarnation: int
     version: int
+    told_version: int
+    """Of its last update that the metrics and the log have: an engine may be seen at a version that its account of the update
+    does not have yet."""
     busy_until: float = 0.0
     """It refused items; it is asked again from this time on."""
     behind: tuple[int, float] | None = None

@@ -73,7 +73,8 @@ class Supervisor:
             moved = moved or health.state is not seat.state
             seat.state = health.state
         update = None if health.engine is None else health.engine.last_update
-        if update is not None and update.version == health.version > seat.version:
+        if update is not None and update.version > seat.told_version:
+            seat.told_version = update.version
             self._on_update(seat.worker_id, update)
         seat.version, seat.incarnation = health.version, health.incarnation
         self.saw_version(health.version)

@@ -63,6 +63,7 @@ class Workforce:
             state=health.state,
             incarnation=health.incarnation,
             version=health.version,
+            told_version=health.version,  # what it took before it came is no news
         )
         self._roster.add(seat)
         self._supervisor.look_at(seat)
