@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollout.batches.records import rollout_line
+from rollout.batches.records import rollout_lines
 from rollout.status import UpdateRecord
 from rollout.types import Decoder, Rollout
 
@@ -25,13 +25,13 @@ class RunLog:
             optimizer.step()
         log.write_update(engine.last_update)
 
-    `rollouts.jsonl` has a line a rollout (`rollout.batches.records.rollout_line`), `updates.jsonl` one an update of an engine,
+    `rollouts.jsonl` has a line a rollout (`rollout.batches.records.rollout_lines`), `updates.jsonl` one an update of an engine,
     `metrics.jsonl` one a step. Each line is written at once, so that a run that is cut short leaves whole lines.
     """
 
     def __init__(self, path: Path | str, *, tokenizer: Decoder | None = None) -> None:
-        """`tokenizer`: each rollout is written with its text and its prompt's too. Raises FileExistsError if the folder holds a run already,
-        other OSErrors if it cannot be written."""
+        """`tokenizer`: each rollout is written with its text and its prompt's too. Raises FileExistsError if the folder holds
+        a run already, other OSErrors if it cannot be written."""
         self.path = Path(path)
         self._tokenizer = tokenizer
         if (self.path / ROLLOUTS).exists():
@@ -45,11 +45,8 @@ class RunLog:
     ) -> None:
         """When they are handed to the trainer, for its `step`, at its version `trained_version`. Without a step: nothing
         trains on them."""
-        lines = [
-            rollout_line(rollout, step=step, trained_version=trained_version, tokenizer=self._tokenizer)
-            for rollout in rollouts
-        ]
-        append(self.path / ROLLOUTS, "".join(lines))
+        lines = rollout_lines(rollouts, step=step, trained_version=trained_version, tokenizer=self._tokenizer)
+        append(self.path / ROLLOUTS, lines)
 
     def write_update(self, record: UpdateRecord | None, *, worker_id: str | None = None) -> None:
         """An engine's `last_update`, after each. `worker_id`: as in the rollouts of that engine; None where there is one

@@ -25,7 +25,7 @@ from rollout import (
     SamplingParams,
 )
 from rollout.batches.prompts import encode_prompt
-from rollout.batches.records import rollout_line
+from rollout.batches.records import rollout_lines
 from rollout.requests.delivery import RolloutFuture
 from rollout.rollout_config import mix
 from rollsync_cli.demo_model import DEMO_MODEL, demo_model_folder
@@ -90,7 +90,7 @@ def run(job: Job) -> int:
         )
         with shown:
             for rollout in rollouts(engine, lines, params, job):
-                line = rollout_line(rollout, tokenizer=engine.tokenizer)
+                line = rollout_lines([rollout], tokenizer=engine.tokenizer)
                 with after_block():
                     _append(file, line, job)
                 num_failed += rollout.finish_reason is FinishReason.ERROR

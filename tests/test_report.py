@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollout import FinishReason, Rollout, RunLog, Timings, UpdateRecord, VersionSpan
-from rollout.batches.records import rollout_line
+from rollout.batches.records import rollout_lines
 from rollout.fleet.rollout_log import RolloutLog
 from rollsync_cli.charts import MAX_MARKS, Point, Stack, bar_chart, line_chart
 from rollsync_cli.errors import CommandError, RunFolderError
@@ -403,8 +403,8 @@ def test_reward_length_and_staleness_are_those_of_each_step(tmp_path: Path) -> N
 def test_a_step_that_a_run_took_again_from_a_checkpoint_is_as_its_last_record_says(tmp_path: Path) -> None:
     """Three lives of a controller: the second and the third go on from the end of step 1."""
     lines = [
-        rollout_line(
-            a_rollout(f"{life}-{step}-{i}", 0, 1, [(0, version)], reward=reward),
+        rollout_lines(
+            [a_rollout(f"{life}-{step}-{i}", 0, 1, [(0, version)], reward=reward)],
             step=step,
             trained_version=version,
             ending="consumed",

@@ -54,6 +54,26 @@ def test_a_loop_of_ones_own_writes_rollouts_updates_and_metrics(tmp_path: Path) 
     assert lines_of(log.path / "metrics.jsonl") == [{"step": 1, "loss": 0.5}]
 
 
+class Counting(Digits):
+    """Counts what it decodes."""
+
+    def __init__(self) -> None:
+        self.decoded: list[list[int]] = []
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.decoded.append(list(token_ids))
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_a_prompt_is_decoded_once_for_all_samples_of_it(tmp_path: Path) -> None:
+    tokenizer = Counting()
+    a_run(tmp_path / "rollouts.jsonl", {}, tokenizer)
+    lines = lines_of(tmp_path / "rollouts.jsonl")
+    assert len(lines) == 32
+    assert [line["prompt"] for line in lines] == [" ".join(map(str, line["prompt_ids"])) for line in lines]
+    assert sum(tokenizer.decoded.count(list(prompt)) for prompt in PROMPTS[:8]) == 8
+
+
 def test_an_update_is_finished_after_it_was_asked_for_and_before_what_starts_after_it() -> None:
     model = marker_llama()
     with GenerationEngine(model, EngineConfig(num_blocks=64, page_size=16)) as engine:

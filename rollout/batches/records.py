@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -49,32 +49,39 @@ def rollout_from_json(saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> 
     )
 
 
-def rollout_line(
-    rollout: Rollout,
+def rollout_lines(
+    rollouts: Iterable[Rollout],
     *,
     step: int | None = None,
     trained_version: int | None = None,
     ending: str | None = None,
     tokenizer: Decoder | None = None,
 ) -> str:
-    """One line of a `rollouts.jsonl`, the newline included; the same whoever writes it.
+    """Lines of a `rollouts.jsonl`, each with its newline; the same whoever writes them.
 
     Next to `rollout_to_json`: where a tokenizer is given, "text" and "prompt", the latter with its special tokens, as the
     model read it; "step" and "trained_version", the step of the trainer that trained on it and the version that it was
     handed out at, or null if none did (a controller counts the batches that were trained on, from 1); "ending", how its
     group ended, if a controller writes it; and its metadata, of which what JSON cannot say is written as its repr.
     """
-    line = {
-        **rollout_to_json(rollout),
-        "step": step,
-        "trained_version": trained_version,
-        "ending": ending,
-        "metadata": {str(name): _or_repr(value) for name, value in rollout.metadata.items()},
-    }
-    if tokenizer is not None:
-        line["prompt"] = tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False)
-        line["text"] = rollout.text(tokenizer)
-    return json.dumps(line) + "\n"
+    lines: list[str] = []
+    prompts: dict[tuple[int, ...], str] = {}  # decoded once for all samples of a prompt
+    for rollout in rollouts:
+        line = {
+            **rollout_to_json(rollout),
+            "step": step,
+            "trained_version": trained_version,
+            "ending": ending,
+            "metadata": {str(name): _or_repr(value) for name, value in rollout.metadata.items()},
+        }
+        if tokenizer is not None:
+            ids = tuple(rollout.prompt_ids)
+            if ids not in prompts:
+                prompts[ids] = tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False)
+            line["prompt"] = prompts[ids]
+            line["text"] = rollout.text(tokenizer)
+        lines.append(json.dumps(line) + "\n")
+    return "".join(lines)
 
 
 def saveable(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TextIO
 
 from rollout.batches.entries import Ending
 from rollout.batches.group_work import GroupWork
-from rollout.batches.records import rollout_line
+from rollout.batches.records import rollout_lines
 from rollout.run_log import UPDATES, open_to_append, update_line
 from rollout.status import UpdateRecord
 from rollout.types import Decoder
@@ -30,20 +30,17 @@ class RolloutLog:
         """A group has ended."""
         trained = ending is Ending.CONSUMED
         try:
-            lines = [
-                rollout_line(
-                    rollout,
-                    step=work.step,
-                    trained_version=work.lease_version if trained else None,
-                    ending=str(ending),
-                    tokenizer=self._tokenizer,
-                )
-                for rollout in work.ordered()
-            ]
+            lines = rollout_lines(
+                work.ordered(),
+                step=work.step,
+                trained_version=work.lease_version if trained else None,
+                ending=str(ending),
+                tokenizer=self._tokenizer,
+            )
         except Exception:  # of the user's: a tokenizer, or the repr of a column
             log.exception("group %s is not in %s: it cannot be written", work.entry.group_id, self._rollouts.name)
         else:
-            self._append(self._rollouts, "".join(lines))
+            self._append(self._rollouts, lines)
 
     def write_update(self, worker_id: str, record: UpdateRecord) -> None:
         """An engine has taken a version."""
