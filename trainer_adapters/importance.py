@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer_adapters.errors import AdapterError
-from trainer_adapters.losses import at_least_float32
+from trainer_adapters.losses import checked_log_ratio
 
 
 def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, *, high: float = 2.0) -> Tensor:
@@ -17,10 +17,10 @@ def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, *, high: float 
     much of their weight. This is what `grpo_loss` does by itself. Computed in float32, or float64 if that comes in.
     Source: Ionides 2008. Raises AdapterError.
     """
-    _check(logprobs, old_logprobs)
+    log_ratio = checked_log_ratio(logprobs.detach(), old_logprobs.detach(), "old_logprobs")
     if not 1 <= high < math.inf:
         raise AdapterError(f"high must be at least 1 and finite, got {high}")
-    return _log_ratio(logprobs, old_logprobs).clamp(max=math.log(high)).exp()
+    return log_ratio.clamp(max=math.log(high)).exp()
 
 
 def masked_importance(logprobs: Tensor, old_logprobs: Tensor, *, low: float = 0.5, high: float = 2.0) -> Tensor:
@@ -31,20 +31,10 @@ def masked_importance(logprobs: Tensor, old_logprobs: Tensor, *, low: float = 0.
     instead of entering it with a bounded weight. It still counts in the loss's mean. Source: IcePop (Ling team 2025).
     Raises AdapterError.
     """
-    _check(logprobs, old_logprobs)
+    log_ratio = checked_log_ratio(logprobs.detach(), old_logprobs.detach(), "old_logprobs")
     if not 0 <= low <= 1 <= high < math.inf:
         raise AdapterError(f"low must be in [0, 1] and high at least 1 and finite, got {low} and {high}")
-    log_ratio = _log_ratio(logprobs, old_logprobs)
     log_low = math.log(low) if low > 0 else -math.inf
     inside = (log_ratio >= log_low) & (log_ratio <= math.log(high))
     # Bounded before the exp, since inf would survive as inf * 0 = NaN in whatever multiplies it.
     return torch.where(inside, log_ratio.clamp(max=math.log(high)).exp(), 0.0)
-
-
-def _log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    return at_least_float32(logprobs.detach()) - at_least_float32(old_logprobs.detach())
-
-
-def _check(logprobs: Tensor, old_logprobs: Tensor) -> None:
-    if logprobs.shape != old_logprobs.shape:
-        raise AdapterError(f"old_logprobs must be {list(logprobs.shape)} like logprobs, got {list(old_logprobs.shape)}")

@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from trainer_adapters.errors import AdapterError
-from trainer_adapters.losses import at_least_float32
+from trainer_adapters.losses import checked_log_ratio
 
 LARGEST_LOG_RATIO = 20.0
 """Beyond it the exponential would drown every other token of a batch, and then overflow."""
@@ -23,8 +22,7 @@ def reference_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     log(ref / pi) is capped at 20. Padding may hold any values; mask the result. Computed in float32, or float64 if that
     comes in. Sources: Schulman 2020, "Approximating KL divergence"; GRPO (Shao et al. 2024), eq. 4. Raises AdapterError.
     """
-    _check(logprobs, reference_logprobs)
-    log_ratio = at_least_float32(reference_logprobs.detach()) - at_least_float32(logprobs)
+    log_ratio = -checked_log_ratio(logprobs, reference_logprobs.detach(), "reference_logprobs")
     log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     # exp(x) - x - 1 would be below 0 for small x, where the 1 rounds away what is left
     return log_ratio.expm1() - log_ratio
@@ -44,12 +42,4 @@ def reference_log_ratio(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     would teach nothing: its expected gradient is 0. Sources: Ziegler et al. 2019, eq. 2; InstructGPT (Ouyang et al.
     2022), eq. 2. Raises AdapterError.
     """
-    _check(logprobs, reference_logprobs)
-    return at_least_float32(logprobs.detach()) - at_least_float32(reference_logprobs.detach())
-
-
-def _check(logprobs: Tensor, reference_logprobs: Tensor) -> None:
-    if logprobs.shape != reference_logprobs.shape:
-        raise AdapterError(
-            f"reference_logprobs must be {list(logprobs.shape)} like logprobs, got {list(reference_logprobs.shape)}"
-        )
+    return checked_log_ratio(logprobs.detach(), reference_logprobs.detach(), "reference_logprobs")

@@ -135,6 +135,14 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def checked_log_ratio(logprobs: Tensor, other: Tensor, name: str) -> Tensor:
+    """log(pi / other) [B, T], in float32, or float64 if that comes in. AdapterError, with the `name` of the other, for shapes
+    that differ."""
+    if logprobs.shape != other.shape:
+        raise AdapterError(f"{name} must be {list(logprobs.shape)} like logprobs, got {list(other.shape)}")
+    return at_least_float32(logprobs) - at_least_float32(other)
+
+
 def _check_shapes(
     logprobs: Tensor,
     old_logprobs: Tensor,
