@@ -7,7 +7,7 @@ from typing import Any
 
 from tasks import Task
 
-from rollout import FinishReason, GenerationEngine, Rollout, RolloutError, SamplingParams
+from rollout import GenerationEngine, Rollout, RolloutError, SamplingParams
 
 
 class Questions:
@@ -53,7 +53,7 @@ class Questions:
         return [self._graded(number, future.result()) for future in futures]
 
     def _graded(self, number: int, rollout: Rollout) -> Rollout:
-        if rollout.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if not rollout.has_ended_well:
             raise RolloutError(f"rollout {rollout.rollout_id} ended with {rollout.finish_reason}: {rollout.error}")
         entry = self._data[number]
         answer = self.task.extract(rollout.text(self._tokenizer))

@@ -165,6 +165,11 @@ class Rollout:
         return self.version_spans[-1].version if self.version_spans else None
 
     @property
+    def has_ended_well(self) -> bool:
+        """Whether it came to its end: STOP or LENGTH, rather than being broken off."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+    @property
     def spans_update(self) -> bool:
         """Whether an update met it in flight: its KV cache and its tokens, or its tokens alone, are of more than one version.
         A prompt may be prefilled under one version and all of its tokens be sampled under the next."""

@@ -47,7 +47,7 @@ def generator_of(source: GenerationEngine | RolloutController, *, timeout_s: flo
 
 def is_usable(rollout: Rollout) -> bool:
     """Whether it came to an end of its own: at a stop, or at `max_new_tokens`."""
-    return bool(rollout.token_ids) and rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return bool(rollout.token_ids) and rollout.has_ended_well
 
 
 class EngineGenerator:

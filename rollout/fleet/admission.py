@@ -8,7 +8,7 @@ from rollout.batches.group_work import GroupWork
 from rollout.batches.prompts import Prompts
 from rollout.batches.staleness import Moment, room_in_tokens
 from rollout.fleet.roster import Roster
-from rollout.fleet.watchdogs import barren_limit_of
+from rollout.fleet.watchdogs import is_barren
 from rollout.rollout_config import RolloutConfig
 from rollout.workers.wire import WorkItem
 
@@ -65,7 +65,7 @@ class Admission:
                     return
 
     def _has_room(self, version: int, handed_version: int | None, is_awaited: bool) -> bool:
-        if self._collection.num_barren >= barren_limit_of(self._config):
+        if is_barren(self._collection.num_barren, self._config):
             return False  # the watchdog has its say first
         moment = Moment(
             version=version,

@@ -140,7 +140,7 @@ class Evaluations:
             if tasks[size:]:
                 self._queued.appendleft(tasks[size:])
             item = replace(tasks[0].item, size=size)
-            for task, request_id in zip(tasks[:size], _request_ids(item), strict=True):
+            for task, request_id in zip(tasks[:size], item.request_ids, strict=True):
                 task.worker_id, task.request_id = seat.worker_id, request_id
                 self._running[request_id] = task
             self._by_worker[seat.worker_id] = self.num_on(seat.worker_id) + size
@@ -156,7 +156,7 @@ class Evaluations:
             return True  # late
         self._release(task)
         rollout = finished.rollout
-        if rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIMEOUT):
+        if rollout.has_ended_well or rollout.finish_reason is FinishReason.TIMEOUT:
             rollout = replace(rollout, metadata=task.metadata)
             if not task.run.is_scored:
                 self._scored(task, rollout, None, None)
@@ -170,7 +170,7 @@ class Evaluations:
         """Whether the item is of an evaluation; if so it is queued again, or ends with the error if it can never work."""
         if not item.request_id.startswith(PREFIX):
             return False
-        named = (self._running.get(name) for name in _request_ids(item))
+        named = (self._running.get(name) for name in item.request_ids)
         tasks = [task for task in named if task is not None and task.item.attempt == item.attempt]
         for task in tasks:
             self._release(task)
@@ -303,11 +303,6 @@ def _seeded(params: SamplingParams, place: int) -> SamplingParams:
     """With a seed, one of its own for the prompt at each place: noise depends on the seed, the sample's index and the
     token's position, so that prompts which occur twice would draw the same."""
     return params if params.seed is None else replace(params, seed=mix(mix(params.seed) ^ place) >> 1)
-
-
-def _request_ids(item: WorkItem) -> list[str]:
-    """Of its samples, as a worker names them."""
-    return [item.request_id] if item.size == 1 else [f"{item.request_id}-{n}" for n in range(item.size)]
 
 
 def _nothing(item: WorkItem) -> Rollout:

@@ -45,7 +45,7 @@ class Judge:
         if reason is FinishReason.TIMEOUT:
             late = f"it took longer than rollout_timeout_s={self._config.rollout_timeout_s}"
             self.fail(work, sample, Failure(kind=FailureKind.DATA, reason=late))
-        elif reason in (FinishReason.STOP, FinishReason.LENGTH):
+        elif rollout.has_ended_well:
             self._metrics.finished(rollout)
             if rollout.min_version is not None and rollout.min_version < self._supervisor.newest_version:
                 self._may_be_stale(work.entry.number)

@@ -7,7 +7,7 @@ from rollout.batches.entries import SampleState
 from rollout.errors import RolloutError, WorkerDiedError
 from rollout.fleet.protocols import Loop
 from rollout.fleet.roster import Roster, Seat
-from rollout.fleet.watchdogs import Outstanding, Signs, barren_limit_of, stall
+from rollout.fleet.watchdogs import Outstanding, Signs, is_barren, stall
 from rollout.rollout_config import RolloutConfig
 from rollout.status import EngineState, UpdateRecord
 from rollout.workers.wire import WorkerState
@@ -138,7 +138,7 @@ class Supervisor:
     @property
     def is_barren(self) -> bool:
         """Whether so many groups in a row ended unused that it is a stall."""
-        return self._collection.num_barren >= barren_limit_of(self._config)
+        return is_barren(self._collection.num_barren, self._config)
 
     def stalled(self) -> str | None:
         """What is wrong with the fleet, if something is."""

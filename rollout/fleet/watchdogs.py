@@ -41,12 +41,11 @@ def stall(signs: Signs, outstanding: Outstanding, config: RolloutConfig) -> str 
     now, num_rewarding = outstanding.now, outstanding.num_rewarding
     if outstanding.is_deserted and not num_rewarding:
         return "no worker is left: the last one has been removed; controller.add_worker() brings one"
-    barren_limit = barren_limit_of(config)
-    if outstanding.num_barren >= barren_limit:
+    if is_barren(outstanding.num_barren, config):
         because = f"; the last failure: {outstanding.last_failure}" if outstanding.last_failure else ""
         return (
             f"zero output: the last {outstanding.num_barren} groups were all filtered, failed or expired "
-            f"(max_groups_without_output={barren_limit}){because}"
+            f"(max_groups_without_output={barren_limit_of(config)}){because}"
         )
     if num_rewarding and now - signs.reward_at > config.reward_stall_s:
         return (
@@ -66,6 +65,11 @@ def stall(signs: Signs, outstanding: Outstanding, config: RolloutConfig) -> str 
             f"reward came for {now - signs.progress_at:.0f} s (no_progress_s={config.no_progress_s:g})"
         )
     return None
+
+
+def is_barren(num_barren: int, config: RolloutConfig) -> bool:
+    """Whether so many groups in a row ended unused that it is a stall."""
+    return num_barren >= barren_limit_of(config)
 
 
 def barren_limit_of(config: RolloutConfig) -> int:

@@ -19,7 +19,7 @@ from rollout.fleet.protocols import FleetWorker, Loop
 from rollout.fleet.roster import Roster, Seat
 from rollout.fleet.supervisor import Supervisor
 from rollout.rollout_config import RolloutConfig
-from rollout.types import FinishReason, Rollout
+from rollout.types import Rollout
 from rollout.workers.wire import Finished, WorkerState, WorkItem
 
 log = logging.getLogger("rollsync")
@@ -99,7 +99,8 @@ class Workforce:
             if taken is not None:
                 self._judge.judge(*taken)
         if results:
-            if seat is not None and not seat.is_lost and any(_ended_well(finished) for finished in results):
+            # an engine that was given up has results too: each is an ERROR, with the tokens that it was resumed from
+            if seat is not None and not seat.is_lost and any(finished.rollout.has_ended_well for finished in results):
                 seat.num_deaths = 0
             self._roster.touch(worker_id)
             self._supervisor.saw_progress()
@@ -193,8 +194,3 @@ class Workforce:
             and sample.attempt == item.attempt
             and 0 <= sample.index - item.sample_index < item.size
         ]
-
-
-def _ended_well(finished: Finished) -> bool:
-    # an engine that was given up has results too: each is an ERROR, with the tokens that it was resumed from
-    return finished.rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

@@ -106,9 +106,7 @@ class SimulatedWorker:
             if error is not None:
                 refusals.append(Refusal(position=position, request_id=item.request_id, error=error))
                 continue
-            for number in range(item.size):
-                request_id = f"{item.request_id}-{number}" if item.size > 1 else item.request_id
-                index = item.sample_index + number
+            for index, request_id in enumerate(item.request_ids, item.sample_index):
                 length = self._lengths.length(uniform(item.params.seed or 0, index))
                 sample = SimulatedSample(
                     request_id=request_id,
@@ -229,7 +227,7 @@ class SimulatedWorker:
         newest = None if item.resume_from is None else item.resume_from.max_version
         if newest is not None and newest > self._version:
             return EngineStaleError(f"it has tokens of version {newest}, this worker is at {self._version}")
-        if any(f"{item.request_id}-{n}" in self._running for n in range(item.size)) or item.request_id in self._running:
+        if any(name in self._running for name in (item.request_id, *item.request_ids)):
             return InvalidRequestError(f"request {item.request_id!r} is in flight already")
         return None
 

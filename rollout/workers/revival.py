@@ -5,7 +5,7 @@ import threading
 
 from rollout.engine import GenerationEngine
 from rollout.status import EngineState
-from rollout.types import FinishReason, Rollout
+from rollout.types import Rollout
 
 log = logging.getLogger("rollsync")
 
@@ -38,7 +38,7 @@ class EngineRevival:
 
     def saw(self, rollout: Rollout) -> None:
         """A rollout of the engine's has ended; one that ends well ends the row of deaths."""
-        if rollout.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if rollout.has_ended_well:
             with self._counting:
                 self.num_deaths = 0
 

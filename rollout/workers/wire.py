@@ -52,6 +52,11 @@ class WorkItem:
     """Seconds from when the worker takes it."""
     resume_from: Rollout | None = None
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Those of its samples, by which their results and cancels go."""
+        return [self.request_id] if self.size == 1 else [f"{self.request_id}-{n}" for n in range(self.size)]
+
     def __post_init__(self) -> None:
         if checks.check_label("request_id", self.request_id) is None:
             raise InvalidRequestError("request_id must be a non-empty string, got None")
