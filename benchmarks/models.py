@@ -6,17 +6,14 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))  # behind the benchmark's own folder
-from smollm2 import load_smollm2, smollm2_folder
+from smollm2 import load_smollm2, model_folder
 
-SMOLLM2 = "smollm2"
+from rollsync_cli.demo_model import DEMO_MODEL
+
+__all__ = ["load", "model_folder"]
 
 
 def load(name: str) -> PreTrainedModel:
     """For inference, SmolLM2 in fp32."""
-    model: PreTrainedModel = load_smollm2()[0] if name == SMOLLM2 else AutoModelForCausalLM.from_pretrained(name)
+    model: PreTrainedModel = load_smollm2()[0] if name == DEMO_MODEL else AutoModelForCausalLM.from_pretrained(name)
     return model.eval()
-
-
-def folder_of(name: str) -> str:
-    """By which another process loads it."""
-    return str(smollm2_folder()) if name == SMOLLM2 else name

@@ -39,7 +39,7 @@ import ray
 import sync_workers as over_there
 import torch
 import transformers
-from models import folder_of
+from models import model_folder
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -98,7 +98,7 @@ def load(name: str) -> tuple[str, PreTrainedModel]:
     if name in ("2gb", "tiny"):
         factory = over_there.synthetic_2gb if name == "2gb" else over_there.synthetic_tiny
         return f"sync_workers:{factory.__name__}", factory()
-    folder = folder_of(name)
+    folder = model_folder(name)
     return folder, AutoModelForCausalLM.from_pretrained(folder)
 
 
